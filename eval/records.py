@@ -1,0 +1,66 @@
+"""What decoding leaves behind: one record a cycle, one record a prompt turn. All statistics are computed from these.
+
+Conventions (ALGORITHMS 1.2 and 13, coded once here): a cycle is one verification by the target; the token that prefill
+yields belongs to no cycle; ``accepted`` counts draft tokens only, the bonus or correction token comes on top of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Finish = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """One draft-verify-accept-commit round."""
+
+    proposed: int
+    """K_c: draft tokens put before the target."""
+    accepted: int
+    """a_c: draft tokens that the acceptance rule took (before truncation at a stop)."""
+    emitted: int
+    """Tokens that reached the output: accepted + 1, less where an end-of-turn token or the length limit cut the cycle."""
+    limit: int | None = None
+    """Draft tokens that could still have counted when the cycle began (tokens left until max_new_tokens, less one for the
+    bonus token); None where the length limit did not bind."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first place where greedy speculative output left the target's own greedy output."""
+
+    position: int
+    """Index into the output tokens (0 = the prefill token)."""
+    expected: int
+    got: int
+    gap: float
+    """Difference of the target's two highest logits there, in nats: a near tie (rounding) or a real error."""
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """One turn of one prompt, decoded twice: by the target alone and speculatively."""
+
+    prompt_id: str
+    category: str
+    turn: int
+    prompt_tokens: int
+    output_tokens: int
+    """Tokens of the speculative output, the prefill token included: 1 + sum of the cycles' emitted."""
+    cycles: tuple[Cycle, ...]
+    finish: Finish
+    plain_tokens: int
+    plain_seconds: float
+    """Wall seconds of plain decoding, prefill included."""
+    speculative_seconds: float
+    """Wall seconds of speculative decoding, prefill included."""
+    plain_cpu_seconds: float
+    speculative_cpu_seconds: float
+    draft_seconds: float
+    """Wall seconds of the speculative run spent in the drafter."""
+    verify_seconds: float
+    """Wall seconds of the speculative run spent in the target's verification forwards."""
+    divergence: Divergence | None
+    """None where the outputs are equal, or where sampling makes the comparison meaningless."""
