@@ -14,23 +14,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from eval.charts import CHARTS, draw_charts
 from eval.records import PromptRecord
 from eval.statistics import Interval, Summary
 from heads.errors import UserError
 
+CHARTS = ("per-position-acceptance.svg", "accepted-per-cycle.svg", "acceptance-length-by-category.svg")
 _OWN = {"report.json", "report.md", *CHARTS}
+_BLUE, _ORANGE = "#1f5a99", "#d9822b"
 
 DEFINITIONS: dict[str, str] = {
     "cycle": "One verification by the target. The token that prefill yields belongs to no cycle.",
-    "acceptance length": "1 + accepted draft tokens / cycles, pooled over all counted cycles. The bonus token counts: 1 "
-    "means that no draft token was accepted.",
+    "acceptance length": "1 + accepted draft tokens / cycles, pooled over all counted cycles. The bonus token counts: "
+    "1 means that no draft token was accepted.",
     "acceptance length, request mean": "Mean over requests (one turn of one prompt) of 1 + the request's mean accepted "
     "draft tokens; requests without a counted cycle are left out.",
     "emitted per cycle": "Tokens that reached the output / cycles, over all cycles, after every cut by an end-of-turn "
     "token or the length limit.",
-    "counted cycles": "Cycles that began so near the length limit that a full draft could not have counted are left out "
-    "(truncated cycles). A cycle cut by an end-of-turn token counts with all that the acceptance rule took.",
+    "counted cycles": "Cycles that began so near the length limit that a full draft could not have counted are left "
+    "out (truncated cycles). A cycle cut by an end-of-turn token counts with all that the acceptance rule took.",
     "draft acceptance rate": "Accepted draft tokens / proposed draft tokens.",
     "per-position acceptance": "r_k: of the cycles that proposed at least k draft tokens, the share that accepted at "
     "least k. Conditional: r_k / r_(k-1), with r_0 = 1.",
@@ -38,8 +39,8 @@ DEFINITIONS: dict[str, str] = {
     "tokens/s": "All output tokens / all wall seconds, prefill included; plain decoding is the same target in the same "
     "process on the same prompts.",
     "seconds per output token": "Median over requests of wall seconds, prefill included / output tokens.",
-    "lossless": "The greedy speculative output equals the target's own greedy output, token by token. Gap: difference of "
-    "the target's two highest logits at the first unequal token (near 0: a rounding tie).",
+    "lossless": "The greedy speculative output equals the target's own greedy output, token by token. Gap: difference "
+    "of the target's two highest logits at the first unequal token (near 0: a rounding tie).",
 }
 
 
@@ -62,8 +63,8 @@ def _lossless_sentence(summary: Summary) -> str:
     sentence = f"Lossless: {result.equal} of {result.compared} outputs equal the target's own greedy output"
     if result.equal == result.compared:
         return sentence + "."
-    gap = "" if result.largest_gap is None else f", at a logit gap of at most {result.largest_gap:.3g}"
-    return f"{sentence}; {len(result.divergences)} diverge{gap}."
+    gap = "" if result.largest_gap is None else f" (largest logit gap at a divergence: {result.largest_gap:.3g})"
+    return f"{sentence}{gap}."
 
 
 def headline(summary: Summary) -> str:
@@ -78,7 +79,7 @@ def headline(summary: Summary) -> str:
         f"Acceptance length {_number(acceptance.tau)}{spread}, bonus token counted, "
         f"over {summary.counted_cycles:,} cycles of {summary.prompts:,} prompts."
     )
-    second = f"{_number(speed.speculative_tokens_per_second, 2)} tokens/s with the draft head"
+    second = f"{_number(speed.speculative_tokens_per_second, 2)} tokens/s with the drafter"
     if speed.plain_tokens_per_second is not None:
         second += f", {_number(speed.plain_tokens_per_second, 2)} without: {_number(speed.ratio, 2)} x"
         if speed.ratio_interval is not None:
@@ -162,8 +163,8 @@ def _acceptance_section(summary: Summary) -> list[str]:
         else ""
     )
     counts = (
-        f"{kept}{summary.prompts:,} prompts, {summary.requests:,} requests ({summary.requests_without_cycles:,} without a "
-        f"counted cycle), {summary.output_tokens:,} output tokens. {summary.cycles:,} cycles: "
+        f"{kept}{summary.prompts:,} prompts, {summary.requests:,} requests ({summary.requests_without_cycles:,} "
+        f"without a counted cycle), {summary.output_tokens:,} output tokens. {summary.cycles:,} cycles: "
         f"{summary.counted_cycles:,} counted, {summary.truncated_cycles:,} truncated by the length limit; "
         f"{summary.stop_cut_cycles:,} of the counted ones cut by an end-of-turn token. "
         f"Intervals: {summary.bootstrap:,} resamples, seed {summary.seed}."
@@ -181,9 +182,7 @@ def _position_section(summary: Summary) -> list[str]:
     rows = [(p.k, p.proposed, p.accepted, _number(p.rate), _number(p.conditional)) for p in summary.positions]
     total = summary.counted_cycles
     counts = [(i, count, _share(count / total)) for i, count in enumerate(summary.accepted_histogram)]
-    categories = [
-        (c.name, c.prompts, c.cycles, _number(c.tau), _interval(c.tau_interval)) for c in summary.categories
-    ]
+    categories = [(c.name, c.prompts, c.cycles, _number(c.tau), _interval(c.tau_interval)) for c in summary.categories]
     return [
         "## Per-position acceptance",
         _table(("k", "cycles proposing k", "accepting k", "acceptance", "conditional"), rows),
@@ -249,6 +248,56 @@ def _markdown(summary: Summary, identity: Mapping[str, Any]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def _position_chart(axes: Any, summary: Summary) -> None:
+    k = [position.k for position in summary.positions]
+    conditional = [position.conditional or 0.0 for position in summary.positions]
+    axes.bar([i - 0.2 for i in k], [p.rate for p in summary.positions], 0.4, color=_BLUE, label="acceptance")
+    axes.bar([i + 0.2 for i in k], conditional, 0.4, color=_ORANGE, label="conditional on k - 1")
+    axes.set(xlabel="draft position k", ylabel="share of cycles", xticks=k, title="Per-position acceptance")
+    axes.set_ylim(0, max([1.0, *conditional]))
+    axes.legend(frameon=False)
+
+
+def _histogram_chart(axes: Any, summary: Summary) -> None:
+    counts = summary.accepted_histogram
+    axes.bar(range(len(counts)), [100 * count / summary.counted_cycles for count in counts], 0.8, color=_BLUE)
+    axes.set(xlabel="accepted draft tokens", ylabel="% of cycles", xticks=range(len(counts)))
+    axes.set_title("Accepted draft tokens per cycle")
+
+
+def _category_chart(axes: Any, summary: Summary) -> None:
+    """Dots, not bars: an acceptance length starts at 1, so a bar's length would say nothing."""
+    shown = [c for c in summary.categories if c.tau is not None][::-1]
+    for row, category in enumerate(shown):
+        if category.tau_interval is not None:
+            axes.plot([category.tau_interval.low, category.tau_interval.high], [row, row], color=_BLUE, lw=2)
+        axes.plot([category.tau], [row], "o", color=_BLUE)
+    axes.axvline(summary.acceptance.tau, color=_ORANGE, ls="--", label="all prompts")
+    # A dollar sign in a category's name would open matplotlib's math mode.
+    axes.set_yticks(range(len(shown)), [category.name.replace("$", r"\$") for category in shown])
+    axes.set(xlabel="acceptance length (95 % interval)", ylim=(-0.6, len(shown) - 0.4))
+    axes.set_xlim(left=1)
+    axes.set_title("Acceptance length by category")
+    axes.legend(frameon=False)
+
+
+def _draw_charts(directory: Path, summary: Summary) -> None:
+    """Three SVG files, byte-equal for equal numbers (no date, fixed ids); no pyplot, so no display and no state."""
+    import matplotlib  # here, since it takes a second that no other command should pay
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    heights = (3.5, 3.5, 1.5 + 0.35 * len(summary.categories))
+    with matplotlib.rc_context({"svg.hashsalt": "draftsmith", "svg.fonttype": "none"}):
+        for name, height, draw in zip(CHARTS, heights, (_position_chart, _histogram_chart, _category_chart)):
+            figure = Figure(figsize=(6.5, height), layout="constrained")
+            FigureCanvasAgg(figure)
+            axes = figure.subplots()
+            axes.spines[["top", "right"]].set_visible(False)
+            draw(axes, summary)
+            figure.savefig(directory / name, format="svg", metadata={"Date": None})
+
+
 def check_report_directory(directory: Path) -> None:
     """Refuses a place that a report may not take: a file, or a filled directory that holds no report. Call it early."""
     if directory.exists() and not directory.is_dir():
@@ -278,9 +327,7 @@ def _replace(new: Path, directory: Path) -> None:
     shutil.rmtree(older)
 
 
-def write_report(
-    directory: Path, summary: Summary, records: Sequence[PromptRecord], identity: dict[str, Any]
-) -> None:
+def write_report(directory: Path, summary: Summary, records: Sequence[PromptRecord], identity: dict[str, Any]) -> None:
     """Writes the report to ``directory``, in place of an older one. ``identity`` is printed as it is brought."""
     directory = directory.resolve()  # a link to a directory keeps its name and place
     check_report_directory(directory)
@@ -299,7 +346,7 @@ def write_report(
         }
         (new / "report.json").write_text(_dump(report), encoding="utf-8")
         (new / "report.md").write_text(_markdown(summary, identity), encoding="utf-8")
-        draw_charts(new, summary)
+        _draw_charts(new, summary)
         _replace(new, directory)
     finally:
         shutil.rmtree(new, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Records of decoding -> the numbers a report prints. Pure functions; the definitions of ALGORITHMS 13 are coded here once.
+"""Records of decoding -> the numbers of a report. Pure functions; the definitions of ALGORITHMS 13 are coded here once.
 
 One convention on the end of an answer. A cycle whose ``limit`` is set began so near the length limit that a full draft
 could not have counted: it says nothing of the drafter, is left out of the acceptance length, of the per-position rates
@@ -95,7 +95,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class DivergenceAt:
-    """Where one request's greedy output left the target's own; tokens and gap are None if one output only ends early."""
+    """Where one request's greedy output left the target's own; tokens and gap are None if one only ends early."""
 
     prompt_id: str
     turn: int
@@ -174,7 +174,7 @@ def bootstrap_interval(
 
 
 def _by_prompt(records: Sequence[PromptRecord], rows: Sequence[Sequence[float]]) -> FloatArray:
-    """Rows [records, c] summed to [prompts, c]: the turns of one prompt are one unit, since they are not independent."""
+    """Rows [records, c] summed to [prompts, c]: the turns of one prompt are one unit, as they are not independent."""
     index: dict[str, int] = {}
     units = np.array([index.setdefault(record.prompt_id, len(index)) for record in records], dtype=np.intp)
     table = np.asarray(rows, dtype=np.float64).reshape(len(records), -1)
@@ -269,7 +269,10 @@ def speed(records: Sequence[PromptRecord], *, bootstrap: int, seed: int) -> Spee
     if plain is not None and all(record.speculative_seconds > 0 for record in records):
         rows = [(r.output_tokens, r.speculative_seconds, r.plain_tokens, r.plain_seconds) for r in records]
         interval = bootstrap_interval(
-            _by_prompt(records, rows), lambda s: (s[:, 0] / s[:, 1]) / (s[:, 2] / s[:, 3]), resamples=bootstrap, seed=seed
+            _by_prompt(records, rows),
+            lambda s: (s[:, 0] / s[:, 1]) / (s[:, 2] / s[:, 3]),
+            resamples=bootstrap,
+            seed=seed,
         )
     return Speed(
         plain_tokens_per_second=plain,
@@ -317,7 +320,9 @@ def _check(records: Sequence[PromptRecord]) -> None:
             assert 0 <= cycle.accepted <= cycle.proposed, f"{where}: accepted outside 0..proposed in {cycle}"
             assert 0 <= cycle.emitted <= cycle.accepted + 1, f"{where}: emitted outside 0..accepted + 1 in {cycle}"
         emitted = sum(cycle.emitted for cycle in record.cycles)
-        assert record.output_tokens == 1 + emitted, f"{where}: {record.output_tokens} output tokens, 1 + {emitted} emitted"
+        assert record.output_tokens == 1 + emitted, (
+            f"{where}: {record.output_tokens} output tokens, 1 + {emitted} emitted"
+        )
 
 
 def summarise(records: Sequence[PromptRecord], *, greedy: bool, bootstrap: int = 10_000, seed: int = 0) -> Summary:

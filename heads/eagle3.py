@@ -1,0 +1,236 @@
+"""EAGLE-3 draft head, classic and 3.1 (Li et al. 2025, section 3; ALGORITHMS 9).
+
+Slot t is the pair (g_t, x_{t+1}): the fused taps of position t and the token the target emitted from there. It predicts x_{t+2}; its
+position id is t. At unroll step i the slot's token is x_{t+1+i}, its state the head's own output of step i-1, its position t+i.
+
+Shapes: B sequences, T real slots, N query slots, S unroll steps, A taps, H hidden width, V_d draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from heads.config import Config
+from heads.layers import Attention, GatedMLP, KeysValues, RMSNorm, Rotary, StepCache
+from heads.target import FrozenTarget
+from heads.vocab import DraftVocab
+
+
+class Eagle3Config(Config):
+    """What a recipe says of an EAGLE-3 head; everything left out is taken from the target."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    """The head's kind in heads/registry.py."""
+    variant: Literal["3.1", "classic"] = "3.1"
+    """3.1: each tap is normed before fusion, and the normed output is what recurs. classic: neither."""
+    layers: int = 1
+    """Decoder layers of the head."""
+    taps: tuple[int, ...] | None = None
+    """Which residual streams are read (after that many decoder layers); None: 2, L//2, L-3."""
+    draft_vocab_size: int | Literal["full"] = 32000
+    """Target tokens the head can say, the most frequent in the corpus; full: all of them."""
+    ffn: int | None = None
+    """Width of the MLP; None: the target's."""
+    lm_head_init: Literal["target", "random"] = "target"
+    """Start the LM head from the target's rows, or from normal(0, 0.02) as in the paper."""
+    train_lm_head: bool = True
+    """False freezes the LM head at its initial value."""
+
+
+class Eagle3Architecture(Config):
+    """A head's shape in full; written beside its weights, and enough to build it again."""
+
+    kind: Literal["eagle3"] = "eagle3"
+    hidden_size: int
+    ffn: int
+    n_q: int
+    n_kv: int
+    head_dim: int
+    layers: int
+    taps: tuple[int, ...]
+    tap_convention: Literal["residual stream after k decoder layers"] = "residual stream after k decoder layers"
+    vocab_size: int
+    draft_vocab_size: int
+    rms_eps: float
+    rope: dict[str, Any]
+    max_positions: int
+    fc_norm: bool
+    """RMSNorm on each tap before fusion (3.1)."""
+    norm_output: bool
+    """The normed output recurs (3.1), not the raw one."""
+    norm_before_residual: bool = False
+    """The residual starts from the normed state instead of the raw one."""
+
+    @classmethod
+    def resolve(cls, config: Eagle3Config, target: FrozenTarget, draft_vocab_size: int) -> Eagle3Architecture:
+        """Fill what the recipe leaves out from the target."""
+        source = target.config
+        n_q = int(source.num_attention_heads)
+        return cls(
+            hidden_size=target.hidden_size,
+            ffn=config.ffn or int(source.intermediate_size),
+            n_q=n_q,
+            n_kv=int(getattr(source, "num_key_value_heads", None) or n_q),
+            head_dim=int(getattr(source, "head_dim", None) or target.hidden_size // n_q),
+            layers=config.layers,
+            taps=target.taps,
+            vocab_size=target.vocab_size,
+            draft_vocab_size=draft_vocab_size,
+            rms_eps=float(getattr(source, "rms_norm_eps", 1e-6)),
+            rope=target.rope,
+            max_positions=target.max_length,
+            fc_norm=config.variant == "3.1",
+            norm_output=config.variant == "3.1",
+        )
+
+
+class Eagle3Layer(nn.Module):
+    """One decoder layer. The first reads token and state side by side (2H), later ones the layer below (H)."""
+
+    def __init__(self, arch: Eagle3Architecture, first: bool) -> None:
+        super().__init__()
+        width, eps = arch.hidden_size, arch.rms_eps
+        self.norm_before_residual = arch.norm_before_residual and first
+        self.token_norm = RMSNorm(width, eps) if first else None
+        self.state_norm = RMSNorm(width, eps)
+        self.attention = Attention(2 * width if first else width, width, arch.n_q, arch.n_kv, arch.head_dim)
+        self.mlp_norm = RMSNorm(width, eps)
+        self.mlp = GatedMLP(width, arch.ffn)
+
+    def inputs(self, token: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention input [B, T, 2H or H] and residual [B, T, H]."""
+        normed = self.state_norm(state)
+        residual = normed if self.norm_before_residual else state
+        return (normed if self.token_norm is None else torch.cat((self.token_norm(token), normed), dim=-1)), residual
+
+    def finish(self, residual: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        residual = residual + attended
+        return residual + self.mlp(self.mlp_norm(residual))
+
+
+class Eagle3Head(nn.Module):
+    """The trained part. The target's embedding is not in here: callers pass embedded tokens."""
+
+    d2t: torch.Tensor
+    t2d: torch.Tensor
+
+    def __init__(self, arch: Eagle3Architecture, vocab: DraftVocab) -> None:
+        super().__init__()
+        assert arch.draft_vocab_size == vocab.size and arch.vocab_size == vocab.vocab_size
+        self.arch = arch
+        self.vocab = vocab
+        width = arch.hidden_size
+        self.fc_norms = nn.ModuleList(RMSNorm(width, arch.rms_eps) for _ in arch.taps) if arch.fc_norm else None
+        self.fc = nn.Linear(len(arch.taps) * width, width, bias=False)
+        self.layers = nn.ModuleList(Eagle3Layer(arch, first=index == 0) for index in range(arch.layers))
+        self.norm = RMSNorm(width, arch.rms_eps)
+        self.lm_head = nn.Linear(width, arch.draft_vocab_size, bias=False)
+        self.rotary = Rotary(arch.rope, arch.head_dim, arch.max_positions)
+        self.register_buffer("d2t", vocab.d2t)
+        self.register_buffer("t2d", vocab.t2d)
+
+    @torch.no_grad()
+    def initialise(self, target: FrozenTarget, config: Eagle3Config, generator: torch.Generator | None = None) -> None:
+        """normal(0, 0.02) for matrices, ones for norms, LM head and final norm from the target (ALGORITHMS 9.2)."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * 0.02)
+            elif isinstance(module, RMSNorm):
+                module.weight.fill_(1.0)
+        if config.lm_head_init == "target":
+            self.lm_head.weight.copy_(target.lm_head[self.vocab.target_ids.to(target.device)].float())
+            self.norm.weight.copy_(target.final_norm_weight())
+        self.lm_head.weight.requires_grad_(config.train_lm_head)
+
+    def fuse(self, taps: torch.Tensor) -> torch.Tensor:
+        """taps [B, T, A*H] -> g [B, T, H]."""
+        if self.fc_norms is not None:
+            parts = taps.split(self.arch.hidden_size, dim=-1)
+            taps = torch.cat([norm(part) for norm, part in zip(self.fc_norms, parts, strict=True)], dim=-1)
+        return self.fc(taps)
+
+    def logits(self, output: torch.Tensor) -> torch.Tensor:
+        """Draft logits [..., V_d] from normed outputs [..., H]."""
+        return self.lm_head(output)
+
+    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Draft ids to target ids."""
+        return draft_ids + self.d2t[draft_ids]
+
+    def unroll(
+        self, taps: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, visible: torch.Tensor, slots: torch.Tensor
+    ) -> torch.Tensor:
+        """Training-time test (ALGORITHMS 9.3): S teacher-forced steps from every chosen slot, in parallel.
+
+        Every real slot of the row gives step-0 keys and values; queries, and all later steps, exist at the chosen slots only.
+
+        Args:
+            taps: [B, T, A*H].
+            tokens: [S, B, T, H] embedded tokens; step i at slot t holds E(x_{t+1+i}). Steps after the first are read at ``slots`` only.
+            position: [B, T] position ids of the slots.
+            visible: [B, T, T] bool; which real slots a slot sees (causal, same document, itself included).
+            slots: [B, N] int64; the slots that are unrolled. Rows with fewer repeat one (the caller gives it no weight).
+
+        Returns:
+            [S, B, N, H] normed outputs, the LM head's input.
+        """
+        batch = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
+        caches: list[StepCache] = []
+        chosen_visible = visible[batch, slots]
+        value: torch.Tensor = self.fuse(taps)
+        for index, layer in enumerate(self.layers):
+            # Layers below the last must give their output at every slot: the next layer's real keys are made of it.
+            last = index == len(self.layers) - 1
+            inputs, residual = layer.inputs(tokens[0], value)  # type: ignore[operator]
+            caches.append(StepCache(layer.attention.keys_values(inputs, position, self.rotary)))  # type: ignore[union-attr,operator]
+            if last:
+                inputs, residual = inputs[batch, slots], residual[batch, slots]
+            where = position[batch, slots] if last else position
+            attended = layer.attention(inputs, where, self.rotary, caches[-1], chosen_visible if last else visible)  # type: ignore[operator]
+            value = layer.finish(residual, attended)  # type: ignore[operator]
+        outputs = [self.norm(value)]
+        for step in range(1, tokens.shape[0]):
+            state = outputs[-1] if self.arch.norm_output else value
+            where = position[batch, slots] + step
+            token = tokens[step][batch, slots]
+            for layer, cache in zip(self.layers, caches, strict=True):
+                inputs, residual = layer.inputs(token, state)  # type: ignore[operator]
+                cache.own.append(layer.attention.keys_values(inputs, where, self.rotary))  # type: ignore[union-attr,operator]
+                state = layer.finish(residual, layer.attention(inputs, where, self.rotary, cache, chosen_visible))  # type: ignore[operator]
+            value = state
+            outputs.append(self.norm(value))
+        return torch.stack(outputs)
+
+    def extend(
+        self, taps: torch.Tensor | None, state: torch.Tensor | None, token: torch.Tensor, position: torch.Tensor, caches: list[KeysValues]
+    ) -> tuple[torch.Tensor, torch.Tensor, list[KeysValues]]:
+        """Incremental forward (ALGORITHMS 9.7): T new slots after those in ``caches``, causal among themselves.
+
+        Args:
+            taps: [B, T, A*H] for complete slots, or None when
+            state: [B, T, H], the recurrent output of the parent, drives draft slots.
+            token: [B, T, H] embedded tokens.
+            position: [B, T].
+            caches: one entry a layer (empty at the start). They are not changed: draft slots are dropped by dropping what is returned.
+
+        Returns:
+            logits [B, T, V_d], recurrent state [B, T, H], the caches with the new slots appended.
+        """
+        assert (taps is None) != (state is None)
+        value: Any = state if taps is None else self.fuse(taps)
+        length = token.shape[1]
+        grown: list[KeysValues] = []
+        for index, layer in enumerate(self.layers):
+            inputs, residual = layer.inputs(token, value)  # type: ignore[operator]
+            new = layer.attention.keys_values(inputs, position, self.rotary)  # type: ignore[union-attr,operator]
+            whole = caches[index].append(new) if caches else new
+            grown.append(whole)
+            total = whole.keys.shape[2]
+            visible = torch.ones(length, total, dtype=torch.bool, device=token.device).tril(total - length)
+            attended = layer.attention(inputs, position, self.rotary, StepCache(whole), visible.expand(token.shape[0], -1, -1))  # type: ignore[operator]
+            value = layer.finish(residual, attended)  # type: ignore[operator]
+        output = self.norm(value)
+        return self.logits(output), (output if self.arch.norm_output else value), grown

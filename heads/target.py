@@ -1,0 +1,246 @@
+"""FrozenTarget: the model a draft head hangs on. Taps, last hidden state, embedding, LM head, and a forward with a KV cache.
+
+Layer convention (the only one inside this project): tap ``k`` is the residual stream after ``k`` decoder layers, un-normalised; tap 0 is
+the embedding output. It equals ``hidden_states[k]`` of the library for k < L.
+
+Shapes: B sequences, T tokens, H target hidden width, A taps, V vocabulary, L decoder layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import model_validator
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from heads.cache import TargetCache
+from heads.config import Config
+from heads.errors import UserError
+
+PROBE = (1, 2, 3, 4, 5, 6)  # token ids of the self-check; any will do
+
+
+class TargetConfig(Config):
+    """Which target, and how it is loaded. In a recipe ``target: NAME`` is short for ``target: {name: NAME}``."""
+
+    name: str = "bundled:smollm2-135m"
+    """``bundled:NAME``, a local directory, or a Hub id."""
+    revision: str | None = None
+    """Branch, tag or commit of a Hub id."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: bfloat16 on a GPU that has it, float32 on CPU (bfloat16 is several times slower there)."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the checkpoint. Off unless you have read that code."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """What one forward of the target gives."""
+
+    hidden: torch.Tensor
+    """[B, T, H], after the final norm: what the LM head reads."""
+    taps: torch.Tensor | None
+    """[B, T, A*H], taps concatenated in ascending order; None where they were not asked for."""
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """Low, middle and high taps for a target of this many decoder layers (ALGORITHMS 9.1)."""
+    if layers < 8:
+        return tuple(sorted({min(1, layers - 1), layers // 2, layers - 1}))
+    return (2, layers // 2, layers - 3)
+
+
+def pick_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The torch dtype for a config's dtype on this device."""
+    if name != "auto":
+        dtype = getattr(torch, name)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+
+
+class FrozenTarget:
+    """A causal language model that is never trained, with hooks on the layers a head reads.
+
+    Not an nn.Module on purpose: nothing that walks over modules (optimizers, DDP, checkpoints) can pick its weights up.
+    """
+
+    def __init__(self, model: nn.Module, taps: Sequence[int] | None = None) -> None:
+        """Raises UserError when the model cannot serve as a target; the sentence says what is missing."""
+        self.model: Any = model.eval().requires_grad_(False)
+        self.config: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+        self.decoder: Any = self.model.get_decoder()
+        layers = getattr(self.decoder, "layers", None)
+        if layers is None:
+            raise UserError(f"a target must have a list of decoder layers to tap; {type(model).__name__} has none")
+        self.num_layers = len(layers)
+        self.taps = self._check_taps(default_taps(self.num_layers) if taps is None else tuple(taps))
+        self._captured: dict[int, torch.Tensor] | None = None
+        for tap in self.taps:
+            if tap == 0:
+                layers[0].register_forward_pre_hook(self._entry_hook, with_kwargs=True)
+            else:
+                layers[tap - 1].register_forward_hook(self._hook(tap))
+        self.embedding: torch.Tensor = self.model.get_input_embeddings().weight
+        self.lm_head: torch.Tensor = self.model.get_output_embeddings().weight
+        self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
+        self._self_check()
+
+    def _check_taps(self, taps: tuple[int, ...]) -> tuple[int, ...]:
+        wrong = [tap for tap in taps if not 0 <= tap <= self.num_layers]
+        if wrong or not taps or list(taps) != sorted(set(taps)):
+            raise UserError(
+                f"head.taps is {list(taps)}; taps are distinct whole numbers from 0 to {self.num_layers} "
+                f"(the target has {self.num_layers} layers) in ascending order; leave it out for {list(default_taps(self.num_layers))}"
+            )
+        return taps
+
+    def _hook(self, tap: int) -> Any:
+        def capture(module: nn.Module, args: Any, output: Any) -> None:
+            if self._captured is not None:
+                self._captured[tap] = output[0] if isinstance(output, tuple) else output
+
+        return capture
+
+    def _entry_hook(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._captured is not None:
+            self._captured[0] = args[0] if args else kwargs["hidden_states"]
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.embedding.shape[1])
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the LM head, padding rows included."""
+        return int(self.lm_head.shape[0])
+
+    @property
+    def max_length(self) -> int:
+        """The context the target was made for, in tokens."""
+        return int(getattr(self.config, "max_position_embeddings", 1 << 30))
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids: torch.Tensor,
+        *,
+        cache: TargetCache | None = None,
+        position: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        taps: bool = True,
+    ) -> TargetOutput:
+        """Run the target without its LM head.
+
+        Args:
+            ids: [B, T].
+            cache: extended in place by T tokens.
+            position: [B, T]; without a cache and a mask, a position that does not follow its left neighbour starts a new document,
+                and attention stays inside documents.
+            attention_mask: [B, cached + T] of 0/1 over left-padded rows.
+            taps: whether to capture them.
+        """
+        self._captured = {} if taps else None
+        try:
+            output = self.decoder(
+                input_ids=ids, cache=cache, position_ids=position, attention_mask=attention_mask, use_cache=cache is not None
+            )
+            captured = self._captured
+        finally:
+            self._captured = None
+        joined = torch.cat([captured[tap] for tap in self.taps], dim=-1) if captured is not None else None
+        return TargetOutput(hidden=output.last_hidden_state, taps=joined)
+
+    @torch.no_grad()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Next-token logits [..., V] from last hidden states [..., H]."""
+        return self.cap(F.linear(hidden, self.lm_head))
+
+    def cap(self, logits: torch.Tensor) -> torch.Tensor:
+        """The target's own soft cap on logits, where it has one."""
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding table, unscaled: what serving engines give a draft head, also for targets that scale their own input."""
+        return F.embedding(ids, self.embedding)
+
+    @torch.no_grad()
+    def final_norm_weight(self) -> torch.Tensor:
+        """[H]: the factor the final norm multiplies with. Read by running it, since families store it as w or as 1 + w."""
+        ones = torch.ones(1, self.hidden_size, device=self.device, dtype=torch.float32)
+        return self.decoder.norm(ones.to(self.dtype)).float().squeeze(0)
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """The rotary parameters of the (full attention) layers, for the head to copy."""
+        rope = dict(getattr(self.config, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0})
+        if "rope_theta" not in rope:  # one set per layer type, as in Gemma 3
+            rope = dict(rope.get("full_attention") or next(iter(rope.values())))
+        rope.pop("partial_rotary_factor", None)  # the head rotates whole heads
+        rope.setdefault("rope_type", "default")
+        return rope
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of the config and a few weights: tells one target (or fine-tune) from another."""
+        config = {k: v for k, v in self.config.to_dict().items() if k not in ("_name_or_path", "transformers_version", "dtype")}
+        digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+        step = max(1, self.vocab_size // 64)
+        digest.update(self.lm_head[::step].float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    @torch.no_grad()
+    def _self_check(self) -> None:
+        """Prove on six tokens what the rest relies on: the hooks fire, the LM head is the model's own, the cache can be cropped."""
+        ids = torch.tensor([PROBE], device=self.device) % self.vocab_size
+        name = type(self.model).__name__
+        reference = self.model(input_ids=ids, use_cache=False).logits.float()
+        whole = self.forward(ids)
+        tolerance = 1e-3 if self.dtype == torch.float32 else 0.25
+        if not torch.allclose(self.logits(whole.hidden).float(), reference, atol=tolerance, rtol=tolerance):
+            raise UserError(f"{name} changes its logits after the LM head in a way that is not known here; it cannot serve as a target")
+        cache = TargetCache()
+        try:
+            self.forward(ids, cache=cache, taps=False)
+            cache.keep(3)
+            again = self.forward(ids[:, 3:], cache=cache, taps=False)
+        except Exception as error:
+            raise UserError(f"{name} has no KV cache that can be cropped ({error}); speculative decoding needs one") from error
+        if cache.length != len(PROBE) or not torch.allclose(again.hidden.float(), whole.hidden[:, 3:].float(), atol=tolerance, rtol=tolerance):
+            raise UserError(f"{name} keeps state that cropping its KV cache does not undo; speculative decoding cannot use it")
+
+
+def load_target(config: TargetConfig, path: str | Path, device: torch.device, taps: Sequence[int] | None = None) -> FrozenTarget:
+    """Load the target from ``path`` (a directory or a Hub id; bundled names are resolved by data.bundled)."""
+    try:
+        options: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        architecture = AutoConfig.from_pretrained(path, **options).get_text_config()
+        if taps is not None and max(taps, default=0) > getattr(architecture, "num_hidden_layers", 1 << 30):
+            # Before gigabytes are read, not after.
+            raise UserError(f"head.taps is {list(taps)}; the target has {architecture.num_hidden_layers} layers, so taps run from 0 to that")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=pick_dtype(config.dtype, device), **options)
+    except (OSError, KeyError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"target '{config.name}' cannot be loaded ({first}); give bundled:smollm2-135m, a model directory or a Hub id") from error
+    return FrozenTarget(model.to(device), taps)
