@@ -1,0 +1,134 @@
+"""Train an EAGLE draft head against its frozen target.
+
+    accelerate launch train_eagle.py recipes/smollm2-135m-eagle3-quick.yaml [key=value ...]
+    ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 train_eagle.py recipes/NAME.yaml     # two CPU processes
+
+Killed and started again, it continues from the newest whole checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from data.corpus import answer_counts
+from data.packing import PackedRows
+from data.prompts import Conversation
+from data.template import ChatTemplate
+from eval.drafters.eagle3 import Eagle3Drafter
+from eval.harness import evaluate
+from heads.eagle3 import Eagle3Architecture, Eagle3Head
+from heads.errors import UserError
+from heads.sampling import Sampling
+from heads.target import FrozenTarget
+from heads.vocab import DraftVocab
+from scripts.cli import recipe_arguments, run
+from scripts.pipeline import claim_run_directory, open_corpus, open_target, open_template, split_prompts
+from train.loop import Run
+from train.objectives import TrainingTimeTest
+from train.provenance import write_provenance
+from train.recipe import Recipe, load_recipe
+from train.strict import dump_recipe
+from train.trackers import make_tracker
+
+
+def build_head(recipe: Recipe, target: FrozenTarget, counts: torch.Tensor, stop_ids: frozenset[int]) -> Eagle3Head:
+    """A fresh head with its draft vocabulary, the same on every process."""
+    size = recipe.head.draft_vocab_size
+    vocab = DraftVocab.from_counts(counts, target.vocab_size if size == "full" else size, stop_ids)
+    head = Eagle3Head(Eagle3Architecture.resolve(recipe.head, target, vocab.size), vocab)
+    head.initialise(target, recipe.head, torch.Generator().manual_seed(recipe.train.seed))
+    return head
+
+
+def validation_measure(
+    recipe: Recipe, accelerator: Accelerator, target: FrozenTarget, template: ChatTemplate, head: Eagle3Head, prompts: list[Conversation]
+) -> float:
+    """Acceptance length on the validation prompts, greedy, shared out over the processes."""
+    config = recipe.evaluate.model_copy(update={"max_new_tokens": recipe.train.eval_max_new_tokens, "temperature": 0.0})
+    drafter = Eagle3Drafter(head, target, Sampling(), sample_proposals=False)
+    own = prompts[accelerator.process_index :: accelerator.num_processes]
+    head.eval()
+    records = evaluate(target, template, drafter, own, config, baseline=False, progress=False)
+    head.train()
+    cycles = [c for r in records for c in r.cycles if c.limit is None]
+    sums = torch.tensor([float(sum(c.accepted for c in cycles)), float(len(cycles))], device=accelerator.device)
+    accepted, count = accelerator.reduce(sums).tolist()
+    return 1 + accepted / max(count, 1)
+
+
+def main(argv: list[str]) -> None:
+    """Run the command."""
+    path, overrides, _ = recipe_arguments(argv, "Train an EAGLE draft head against its frozen target.")
+    recipe = load_recipe(path, overrides)
+    _, validation = split_prompts(recipe)
+    accelerator = Accelerator()
+    run_dir = claim_run_directory(recipe)
+    template = open_template(recipe)
+    target = open_target(recipe, accelerator.device, recipe.head.taps)
+    corpus, manifest = open_corpus(recipe, target, template)
+    rows = PackedRows(list(corpus.documents()), recipe.packing)
+    counts = answer_counts(corpus, int(manifest["vocab_size"]))
+    head = build_head(recipe, target, counts, template.stop_ids).to(accelerator.device)
+    prompts = validation[: recipe.train.eval_prompts]
+    resolved = dump_recipe(recipe)
+    if accelerator.is_main_process:
+        write_provenance(run_dir, resolved)
+    accelerator.wait_for_everyone()
+    training = Run(
+        accelerator=accelerator,
+        target=target,
+        objective=TrainingTimeTest(head, recipe.objective),
+        rows=rows,
+        config=recipe.train,
+        checkpoints=run_dir / "checkpoints",
+        tracker=make_tracker(recipe.trackers, run_dir, recipe.name, recipe.model_dump(mode="json"), False),
+        measure=lambda: validation_measure(recipe, accelerator, target, template, head, prompts),
+        provenance={name: (run_dir / name).read_text() for name in ("recipe.yaml", "command.txt", "versions.json")},
+    )
+    resumed = training.resume()
+    if not resumed and (run_dir / "checkpoints").exists() and any((run_dir / "checkpoints").glob("step-*")):
+        raise UserError(f"no checkpoint in {run_dir / 'checkpoints'} is whole; remove that directory to start again")
+    step = training.progress.step if resumed else 0
+    training.tracker = make_tracker(
+        recipe.trackers, run_dir, recipe.name, recipe.model_dump(mode="json"), accelerator.is_main_process, resume_step=step
+    )
+    if accelerator.is_main_process:
+        describe(head, rows, counts, training, resumed)
+    started = time.perf_counter()
+    progress = training.train()
+    training.tracker.close()
+    if accelerator.is_main_process:
+        finish(run_dir, progress.best_tau, progress.best_step, time.perf_counter() - started, argv)
+    accelerator.end_training()
+
+
+def describe(head: Eagle3Head, rows: PackedRows, counts: torch.Tensor, training: Run, resumed: bool) -> None:
+    """Print what is about to be trained."""
+    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    anchors = rows.totals(range(len(rows))).anchors
+    print(
+        f"EAGLE-3 head of {trained / 1e6:.1f}M trained parameters, taps {list(head.arch.taps)} (residual stream after that many layers), "
+        f"draft vocabulary {head.vocab.size:,} (covers {head.vocab.coverage(counts):.2%} of the answers)\n"
+        f"{len(rows.documents)} documents in {len(rows)} rows, {rows.fill:.0%} full, {anchors:,} slots with loss; "
+        f"{rows.cut} documents cut at packing.max_length, {rows.without_loss} without loss left out\n"
+        f"{training.steps} steps on {training.accelerator.num_processes} process(es)"
+        + (f"; continuing from step {training.progress.step}" if resumed else ""),
+        flush=True,
+    )
+
+
+def finish(run_dir: Path, tau: float, step: int, seconds: float, argv: list[str]) -> None:
+    """Print what training reached."""
+    print(
+        f"trained in {seconds:.0f} s; best acceptance length on the validation prompts {tau:.2f} at step {step}\n"
+        f"checkpoint: {run_dir / 'checkpoints' / 'best'}\n"
+        f"next: python -m scripts.evaluate {' '.join(argv)}"
+    )
+
+
+if __name__ == "__main__":
+    run(main)

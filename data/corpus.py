@@ -7,7 +7,6 @@ answered when its conversation id stands in a shard; that is all the state resum
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections import Counter
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from heads.errors import UserError
+from heads.files import sha256_file, write_atomically
 
 
 @dataclass(frozen=True)
@@ -45,21 +45,6 @@ class Dropped:
 
     conversation: str
     reason: str
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a small text file so that a reader sees the old one or the new one whole."""
-    aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
-
-
-def sha256_file(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class TokenCorpus:

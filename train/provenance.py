@@ -17,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from heads.files import write_atomically
+
 PACKAGES = (
     "torch",
     "transformers",
@@ -50,19 +52,6 @@ def write_provenance(directory: Path, recipe_yaml: str) -> None:
     write_atomically(directory / "command.txt", _command(sys.argv) + "\n")
     facts = {**versions(), "machine": machine_class()}
     write_atomically(directory / "versions.json", json.dumps(facts, indent=2) + "\n")
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replaces path by content in one step: a reader, or a run killed midway, sees the old file or the new one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with partial.open("wb") as file:
-            file.write(content.encode("utf-8") if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def machine_class() -> dict[str, Any]:

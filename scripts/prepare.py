@@ -1,0 +1,53 @@
+"""Prompts -> answers by the target -> token shards.
+
+    python -m scripts.prepare recipes/smollm2-135m-eagle3-quick.yaml
+    python -m scripts.prepare recipes/smollm2-135m-eagle3-quick.yaml name=toy prompts.limit=40 validation=4 regenerate.max_new_tokens=16
+
+Killed and started again, it continues; each prompt is answered once.
+"""
+
+from __future__ import annotations
+
+import time
+
+from data.corpus import TokenCorpus, answer_counts
+from data.regenerate import regenerate
+from heads.vocab import DraftVocab
+from scripts.cli import recipe_arguments, run
+from scripts.pipeline import claim_run_directory, corpus_identity, device, open_target, open_template, split_prompts
+from train.provenance import write_provenance
+from train.recipe import load_recipe
+from train.strict import dump_recipe
+
+
+def main(argv: list[str]) -> None:
+    """Run the command."""
+    path, overrides, _ = recipe_arguments(argv, "Let the target answer the recipe's prompts and store what it wrote.")
+    recipe = load_recipe(path, overrides)
+    conversations, _ = split_prompts(recipe)
+    run_dir = claim_run_directory(recipe)
+    template = open_template(recipe)
+    target = open_target(recipe, device())
+    identity = corpus_identity(recipe, target, template, conversations)
+    corpus = TokenCorpus(recipe.corpus_dir, identity)
+    for directory in {run_dir, recipe.corpus_dir}:
+        write_provenance(directory, dump_recipe(recipe))
+    started = time.perf_counter()
+    regenerate(conversations, target, template, corpus, recipe.regenerate, int(identity["max_length"]))
+    summary = corpus.seal(target.vocab_size)
+    counts = answer_counts(corpus, target.vocab_size)
+    size = recipe.head.draft_vocab_size
+    vocab = DraftVocab.from_counts(counts, target.vocab_size if size == "full" else size, template.stop_ids)
+    finish = ", ".join(f"{k} {v}" for k, v in sorted(summary["finish"].items()))
+    dropped = ", ".join(f"{k} {v}" for k, v in sorted(summary["dropped"].items())) or "none"
+    print(
+        f"{summary['documents']} documents, {summary['answer_tokens']:,} answer tokens of {summary['tokens']:,} in "
+        f"{time.perf_counter() - started:.0f} s; answers ended by {finish}; dropped: {dropped}\n"
+        f"{summary['distinct_answer_tokens']:,} distinct answer tokens; a draft vocabulary of {vocab.size:,} covers {vocab.coverage(counts):.2%}\n"
+        f"corpus: {recipe.corpus_dir}\n"
+        f"next: accelerate launch train_eagle.py {' '.join(argv)}"
+    )
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,238 @@
+"""The loop, under accelerate: step, log, evaluate, save, resume. It knows nothing of what kind of head it trains."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from pydantic import Field
+from safetensors.torch import load_file
+from tqdm import tqdm
+
+from data.packing import Batch, PackedRows, RowOrder
+from heads.config import Config
+from heads.errors import UserError
+from heads.target import FrozenTarget, TargetOutput
+from train.objectives import TrainingTimeTest, depth_metrics, run_target
+from train.state import Progress, load_head, newest_whole, optimizer_tensors, point, prune, restore_optimizer, save_checkpoint
+from train.trackers import Tracker
+
+
+class TrainConfig(Config):
+    """How the head is fitted."""
+
+    steps: int | None = Field(default=None, ge=1)
+    """Updates; None: as many as `epochs` takes."""
+    epochs: float = Field(default=4.0, gt=0.0)
+    """Passes over the corpus, where steps is not given."""
+    batch_size: int = Field(default=8, ge=1)
+    """Rows of an update, over all processes and accumulation steps."""
+    micro_batch_size: int = Field(default=1, ge=1)
+    """Rows a process takes at once. Accumulation follows: batch_size / (micro_batch_size x processes)."""
+    learning_rate: float = Field(default=1e-4, gt=0.0, le=1.0)
+    """Peak."""
+    warmup: float = Field(default=0.03, ge=0.0, lt=1.0)
+    """Share of the steps in which the rate rises linearly."""
+    final_rate: float = Field(default=0.1, ge=0.0, le=1.0)
+    """Where the cosine ends, as a share of the peak."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = Field(default=0.0, ge=0.0)
+    clip: float = Field(default=1.0, gt=0.0)
+    """Global gradient norm."""
+    seed: int = 0
+    """Of the head's initial values and the order of rows."""
+    log_every: int = Field(default=10, ge=1)
+    """Steps."""
+    eval_every: int = Field(default=500, ge=1)
+    """Steps between real decodings of the validation prompts; the end always has one."""
+    eval_prompts: int = Field(default=16, ge=1)
+    """Validation prompts decoded each time."""
+    eval_max_new_tokens: int = Field(default=64, ge=2)
+    save_every: int = Field(default=500, ge=1)
+    """Steps between checkpoints; each evaluation that is the best so far saves one too."""
+    keep_last: int = Field(default=2, ge=1)
+    """Checkpoints kept besides the best."""
+    feature_cache_gib: float = Field(default=0.0, ge=0.0)
+    """Memory a process may use to keep features of rows it has seen, so that later epochs skip the target; 0: always online."""
+
+
+def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
+    """Rate of update ``step`` (0-based): linear warm-up, then cosine to final_rate. A pure function, so resuming needs no scheduler."""
+    warm = max(1, math.ceil(config.warmup * steps)) if config.warmup else 0
+    if step < warm:
+        return config.learning_rate * (step + 1) / warm
+    done = (step - warm) / max(1, steps - warm)
+    return config.learning_rate * (config.final_rate + (1 - config.final_rate) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class Features:
+    """Target states of packed rows: computed online, or kept in memory up to a budget."""
+
+    def __init__(self, target: FrozenTarget, rows: PackedRows, budget_gib: float) -> None:
+        self.target, self.rows = target, rows
+        self._budget = int(budget_gib * 2**30)
+        self._kept: dict[int, TargetOutput] = {}
+
+    def __call__(self, batch: Batch) -> TargetOutput:
+        if not self._budget and not self._kept:
+            return run_target(self.target, batch)
+        # Row by row, each alone: what is kept has the same bits whichever batch asked for it first.
+        parts = [self._row(row) for row in batch.rows]
+        width = batch.ids.shape[1]
+
+        def pad(x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.pad(x.to(batch.ids.device), (0, 0, 0, width - x.shape[1]))
+
+        return TargetOutput(torch.cat([pad(p.hidden) for p in parts]), torch.cat([pad(p.taps) for p in parts if p.taps is not None]))
+
+    def _row(self, row: int) -> TargetOutput:
+        if row in self._kept:
+            return self._kept[row]
+        output = run_target(self.target, self.rows.batch([row]).to(self.target.device))
+        assert output.taps is not None
+        size = (output.hidden.numel() + output.taps.numel()) * output.hidden.element_size()
+        if size <= self._budget:
+            self._budget -= size
+            output = TargetOutput(output.hidden.cpu(), output.taps.cpu())
+            self._kept[row] = output
+        return output
+
+
+@dataclass
+class Run:
+    """One training run: what the loop needs, put together by train_eagle.py."""
+
+    accelerator: Accelerator
+    target: FrozenTarget
+    objective: TrainingTimeTest
+    rows: PackedRows
+    config: TrainConfig
+    checkpoints: Path
+    tracker: Tracker
+    measure: Callable[[], float]
+    """Acceptance length of the head as it is, by real decoding; called on every process at once."""
+    provenance: dict[str, str]
+    progress: Progress = field(default_factory=Progress)
+
+    def __post_init__(self) -> None:
+        config, world = self.config, self.accelerator.num_processes
+        share = config.micro_batch_size * world
+        if config.batch_size % share:
+            raise UserError(
+                f"train.batch_size is {config.batch_size}; with {world} processes and train.micro_batch_size {config.micro_batch_size} "
+                f"it must be a multiple of {share}"
+            )
+        self.steps = config.steps or math.ceil(config.epochs * len(self.rows) / config.batch_size)
+        self.order = RowOrder(len(self.rows), config.seed)
+        self.features = Features(self.target, self.rows, config.feature_cache_gib)
+        self.head = self.objective.head
+        self.names = {p: n for n, p in self.head.named_parameters()}
+        trained = [p for p in self.head.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay)
+
+    def resume(self) -> bool:
+        """Continue from the newest whole checkpoint, where there is one."""
+        checkpoint = newest_whole(self.checkpoints)
+        if checkpoint is None:
+            return False
+        saved = load_head(checkpoint)
+        if saved.arch != self.head.arch or saved.vocab.fingerprint != self.head.vocab.fingerprint:
+            raise UserError(
+                f"{self.checkpoints} holds checkpoints of another head (its shape or draft vocabulary differs from this recipe's); "
+                "choose another name:, or remove that directory"
+            )
+        self.head.load_state_dict(saved.state_dict())
+        restore_optimizer(self.optimizer, self.names, load_file(checkpoint / "optimizer.safetensors"))
+        self.progress = Progress(**json.loads((checkpoint / "progress.json").read_text()))
+        return True
+
+    def train(self) -> Progress:
+        """Run to the last step. Returns where it ended; `best` and `last` lie under ``checkpoints``."""
+        accelerator = self.accelerator
+        model, self.optimizer = accelerator.prepare(self.objective, self.optimizer)
+        started, done_before = time.perf_counter(), self.progress.step
+        with tqdm(
+            total=self.steps, initial=self.progress.step, unit="step", desc="training", disable=not accelerator.is_main_process
+        ) as bar:
+            while self.progress.step < self.steps:
+                step = self.progress.step
+                rate = learning_rate(self.config, step, self.steps)
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate
+                loss, sums, norm = self._update(model, step)
+                self.progress.step += 1
+                bar.update(1)
+                bar.set_postfix_str(f"loss {loss:.3f}, acceptance length best {self.progress.best_tau:.2f}")
+                if step == 0 or self.progress.step % self.config.log_every == 0:
+                    per_step = (time.perf_counter() - started) / (self.progress.step - done_before)
+                    values = {"loss": loss, "learning_rate": rate, "grad_norm": norm, "seconds_per_step": per_step}
+                    self.tracker.log(self.progress.step, values | depth_metrics(sums))
+                self._evaluate_and_save()
+        return self.progress
+
+    def _update(self, model: torch.nn.Module, step: int) -> tuple[float, torch.Tensor, float]:
+        """Forward, backward and one optimizer step over this process's share of the update's rows."""
+        accelerator, config = self.accelerator, self.config
+        every = self.order.update(step, config.batch_size)
+        total = self.rows.totals(every)
+        own = every[accelerator.process_index :: accelerator.num_processes]
+        micro = [own[i : i + config.micro_batch_size] for i in range(0, len(own), config.micro_batch_size)]
+        sums = torch.zeros(self.objective.config.depths, 6, device=accelerator.device)
+        loss_sum = torch.zeros((), device=accelerator.device)
+        for index, rows in enumerate(micro):
+            batch = self.rows.batch(rows).to(accelerator.device)
+            features = self.features(batch)
+            last = index == len(micro) - 1
+            with accelerator.no_sync(model) if not last else nullcontext(), accelerator.autocast():
+                loss, counted = model(batch, features, self.target.embedding, self.target.lm_head, self.target.softcap, total)
+                # Weights are shares of the whole update; DDP averages over processes, so their number is multiplied back in.
+                accelerator.backward(loss * accelerator.num_processes)
+            loss_sum += loss.detach()
+            sums += counted
+        loss_sum, sums = accelerator.reduce(loss_sum), accelerator.reduce(sums)
+        if not math.isfinite(float(loss_sum)):
+            raise FloatingPointError(self._culprit(step, every, float(loss_sum)))
+        norm = float(accelerator.clip_grad_norm_(model.parameters(), config.clip))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss_sum), sums, norm
+
+    def _culprit(self, step: int, rows: list[int], loss: float) -> str:
+        documents = [self.rows.documents[i].conversation for r in rows for i in self.rows.rows[r]]
+        return (
+            f"the loss of step {step + 1} is {loss}, so training stopped before the optimizer used it; the batch holds rows {rows} "
+            f"with conversations {documents}; the newest checkpoint is sound"
+        )
+
+    def _evaluate_and_save(self) -> None:
+        config, step = self.config, self.progress.step
+        final = step == self.steps
+        improved = False
+        if final or step % config.eval_every == 0:
+            tau = self.measure()
+            self.tracker.log(step, {"eval/acceptance_length": tau})
+            self.progress.evaluations += 1
+            improved = tau > self.progress.best_tau
+            if improved:
+                self.progress.best_tau, self.progress.best_step = tau, step
+        if (improved or final or step % config.save_every == 0) and self.accelerator.is_main_process:
+            save_checkpoint(
+                self.checkpoints, self.head, optimizer_tensors(self._raw_optimizer(), self.names), self.progress, self.provenance
+            )
+            if improved:
+                point(self.checkpoints / "best", f"step-{step:06d}")
+            prune(self.checkpoints, config.keep_last, self.progress.best_step)
+        self.accelerator.wait_for_everyone()
+
+    def _raw_optimizer(self) -> torch.optim.Optimizer:
+        inner = getattr(self.optimizer, "optimizer", self.optimizer)
+        assert isinstance(inner, torch.optim.Optimizer)
+        return inner
+
