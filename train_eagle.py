@@ -26,7 +26,7 @@ from heads.sampling import Sampling
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocab
 from scripts.cli import recipe_arguments, run
-from scripts.pipeline import claim_run_directory, open_corpus, open_target, open_template, split_prompts
+from scripts.pipeline import PROVENANCE, claim_run_directory, open_corpus, open_target, open_template, split_prompts
 from train.loop import Run
 from train.objectives import TrainingTimeTest
 from train.provenance import write_provenance
@@ -45,7 +45,12 @@ def build_head(recipe: Recipe, target: FrozenTarget, counts: torch.Tensor, stop_
 
 
 def validation_measure(
-    recipe: Recipe, accelerator: Accelerator, target: FrozenTarget, template: ChatTemplate, head: Eagle3Head, prompts: list[Conversation]
+    recipe: Recipe,
+    accelerator: Accelerator,
+    target: FrozenTarget,
+    template: ChatTemplate,
+    head: Eagle3Head,
+    prompts: list[Conversation],
 ) -> float:
     """Acceptance length on the validation prompts, greedy, shared out over the processes."""
     config = recipe.evaluate.model_copy(update={"max_new_tokens": recipe.train.eval_max_new_tokens, "temperature": 0.0})
@@ -87,14 +92,19 @@ def main(argv: list[str]) -> None:
         checkpoints=run_dir / "checkpoints",
         tracker=make_tracker(recipe.trackers, run_dir, recipe.name, recipe.model_dump(mode="json"), False),
         measure=lambda: validation_measure(recipe, accelerator, target, template, head, prompts),
-        provenance={name: (run_dir / name).read_text() for name in ("recipe.yaml", "command.txt", "versions.json")},
+        provenance={name: (run_dir / name).read_text() for name in PROVENANCE},
     )
     resumed = training.resume()
     if not resumed and (run_dir / "checkpoints").exists() and any((run_dir / "checkpoints").glob("step-*")):
         raise UserError(f"no checkpoint in {run_dir / 'checkpoints'} is whole; remove that directory to start again")
     step = training.progress.step if resumed else 0
     training.tracker = make_tracker(
-        recipe.trackers, run_dir, recipe.name, recipe.model_dump(mode="json"), accelerator.is_main_process, resume_step=step
+        recipe.trackers,
+        run_dir,
+        recipe.name,
+        recipe.model_dump(mode="json"),
+        accelerator.is_main_process,
+        resume_step=step,
     )
     if accelerator.is_main_process:
         describe(head, rows, counts, training, resumed)

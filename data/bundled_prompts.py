@@ -61,10 +61,7 @@ def bundled_prompts(split: Split) -> list[Conversation]:
 
     The list is the same on every call and machine. It holds no duplicates.
     """
-    columns = [
-        _expand(split, category, templates, PER_CATEGORY[split])
-        for category, templates in load_templates(split).items()
-    ]
+    columns = [_expand(split, category, templates, PER_CATEGORY[split]) for category, templates in load_templates(split).items()]
     return list(chain.from_iterable(zip(*columns, strict=True)))
 
 

@@ -149,7 +149,11 @@ class TokenCorpus:
         }
         write_atomically(self.directory / "dropped.jsonl", "".join(json.dumps(asdict(d)) + "\n" for d in dropped))
         write_atomically(self.directory / "summary.json", json.dumps(summary, indent=1))
-        manifest = {"identity": self.identity, "vocab_size": vocab_size, "shards": {p.name: sha256_file(p) for p in self.shards}}
+        manifest = {
+            "identity": self.identity,
+            "vocab_size": vocab_size,
+            "shards": {p.name: sha256_file(p) for p in self.shards},
+        }
         write_atomically(self.directory / "manifest.json", json.dumps(manifest, indent=1))
         return summary
 

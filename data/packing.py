@@ -120,7 +120,7 @@ class PackedRows:
             document[line, start:], position[line, start:] = number, np.arange(width - start)
             number += 1
         tensors = [torch.from_numpy(a) for a in (ids, mask, document, position)]
-        return Batch(*tensors, rows=tuple(rows))
+        return Batch(tensors[0], tensors[1], tensors[2], tensors[3], tuple(rows))
 
 
 def _anchor_count(mask: np.ndarray) -> int:

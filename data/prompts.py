@@ -31,9 +31,7 @@ class Conversation:
     source: str
 
     @classmethod
-    def make(
-        cls, *, turns: Sequence[str], system: str | None = None, category: str = "uncategorised", source: str = ""
-    ) -> Conversation:
+    def make(cls, *, turns: Sequence[str], system: str | None = None, category: str = "uncategorised", source: str = "") -> Conversation:
         """A conversation under the hash of its (system, turns): the row hash that resume and deduplication work with.
 
         Args:
@@ -97,23 +95,21 @@ def _conversations(config: PromptsConfig) -> Iterator[Conversation]:
     default = config.system if config.system and config.system.strip() else None
     if config.source.startswith("bundled:"):
         for c in _bundled(config.source.removeprefix("bundled:")):
-            yield c if c.system or not default else Conversation.make(
-                turns=c.turns, system=default, category=c.category, source=c.source
-            )
+            yield (c if c.system or not default else Conversation.make(turns=c.turns, system=default, category=c.category, source=c.source))
         return
     for place, row in _rows(config):
         parsed = parse_row(row, config.shape, place)
-        yield Conversation.make(
-            turns=parsed.turns, system=parsed.system or default, category=parsed.category, source=place
-        )
+        yield Conversation.make(turns=parsed.turns, system=parsed.system or default, category=parsed.category, source=place)
 
 
 def _bundled(name: str) -> list[Conversation]:
-    if name not in BUNDLED:
-        raise UserError(f"there is no bundled prompt set '{name}'; bundled are {' and '.join(BUNDLED)}")
     from data.bundled_prompts import bundled_prompts  # late: that module takes Conversation from this one
 
-    return bundled_prompts(name)
+    if name == "train":
+        return bundled_prompts("train")
+    if name == "heldout":
+        return bundled_prompts("heldout")
+    raise UserError(f"there is no bundled prompt set '{name}'; bundled are {' and '.join(BUNDLED)}")
 
 
 # Rows --------------------------------------------------------------------------------------------------------------

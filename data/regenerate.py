@@ -54,7 +54,12 @@ class _Row:
     def document(self) -> Document:
         c = self.conversation
         return Document(
-            c.id, c.category, len(self.finish), tuple(self.finish), np.array(self.ids, np.int32), np.array(self.mask, np.uint8)
+            c.id,
+            c.category,
+            len(self.finish),
+            tuple(self.finish),
+            np.array(self.ids, np.int32),
+            np.array(self.mask, np.uint8),
         )
 
 
@@ -90,7 +95,15 @@ def regenerate(
             active = batch
             turn = 0
             while active:
-                answers = generate_batch(target, [r.ids for r in active], template.stop_ids, config, [(r.conversation.id, turn) for r in active], max_length, bar)
+                answers = generate_batch(
+                    target,
+                    [r.ids for r in active],
+                    template.stop_ids,
+                    config,
+                    [(r.conversation.id, turn) for r in active],
+                    max_length,
+                    bar,
+                )
                 tokens += sum(map(len, answers))
                 active = [r for r, a in zip(active, answers, strict=True) if _take(r, a, turn, template, dropped, max_length)]
                 turn += 1
@@ -230,5 +243,3 @@ def held_back(conversations: Sequence[Conversation], count: int) -> tuple[list[C
     chosen = {int(step * i + step / 2) for i in range(count)}
     train = [c for i, c in enumerate(conversations) if i not in chosen]
     return train, [c for i, c in enumerate(conversations) if i in chosen]
-
-

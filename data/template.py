@@ -1,7 +1,7 @@
 """Chat template -> ids, and the loss mask from generation boundaries.
 
-The mask is never searched for in rendered text: the ids before a generation are the prompt (mask 0), the ids the target wrote are the answer
-(mask 1, end of turn included). What the template puts between two turns is rendered and tokenised on its own.
+The mask is never searched for in rendered text: the ids before a generation are the prompt (mask 0), the ids the target
+wrote are the answer (mask 1, end of turn included). What the template puts between two turns is rendered and tokenised on its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ChatTemplate:
         except (OSError, ValueError) as error:
             raise UserError(f"the tokenizer of target '{path}' cannot be loaded ({str(error).splitlines()[0]})") from error
         try:
-            eos = GenerationConfig.from_pretrained(path, revision=revision).eos_token_id
+            eos = GenerationConfig.from_pretrained(path, revision=revision or "main").eos_token_id
         except OSError:
             eos = None
         return cls(tokenizer, [] if eos is None else [eos] if isinstance(eos, int) else eos)

@@ -156,7 +156,12 @@ def _conversation(
 
 
 def _record(
-    conversation: Conversation, turn: int, prompt: int, fast: Generation, plain: Generation | None, divergence: Divergence | None
+    conversation: Conversation,
+    turn: int,
+    prompt: int,
+    fast: Generation,
+    plain: Generation | None,
+    divergence: Divergence | None,
 ) -> PromptRecord:
     return PromptRecord(
         prompt_id=conversation.id,

@@ -70,11 +70,7 @@ def _lossless_sentence(summary: Summary) -> str:
 def headline(summary: Summary) -> str:
     """Three lines for the terminal: acceptance length, speed, losslessness."""
     acceptance, speed = summary.acceptance, summary.speed
-    spread = (
-        f" (95 % interval {_interval(acceptance.tau_interval)})"
-        if acceptance.tau_interval is not None
-        else " (no interval)"
-    )
+    spread = f" (95 % interval {_interval(acceptance.tau_interval)})" if acceptance.tau_interval is not None else " (no interval)"
     first = (
         f"Acceptance length {_number(acceptance.tau)}{spread}, bonus token counted, "
         f"over {summary.counted_cycles:,} cycles of {summary.prompts:,} prompts."
@@ -102,8 +98,7 @@ def _record_row(record: PromptRecord) -> dict[str, Any]:
     """One record, its cycles as [proposed, accepted, emitted], with the limit as a fourth number where it bound."""
     row = dataclasses.asdict(record)
     row["cycles"] = [
-        [cycle.proposed, cycle.accepted, cycle.emitted, *([] if cycle.limit is None else [cycle.limit])]
-        for cycle in record.cycles
+        [cycle.proposed, cycle.accepted, cycle.emitted, *([] if cycle.limit is None else [cycle.limit])] for cycle in record.cycles
     ]
     return row
 
@@ -112,9 +107,7 @@ def _dump(report: Mapping[str, Any]) -> str:
     """JSON, indented but for the records, which take one line each."""
     head = {key: value for key, value in report.items() if key != "records"}
     text = json.dumps(_plain(head), indent=2, ensure_ascii=False, allow_nan=False)
-    lines = ",\n    ".join(
-        json.dumps(_plain(row), ensure_ascii=False, allow_nan=False, separators=(",", ":")) for row in report["records"]
-    )
+    lines = ",\n    ".join(json.dumps(_plain(row), ensure_ascii=False, allow_nan=False, separators=(",", ":")) for row in report["records"])
     return f'{text[:-2]},\n  "records": [\n    {lines}\n  ]\n}}\n'
 
 
@@ -225,10 +218,7 @@ def _speed_section(summary: Summary) -> list[str]:
 def _lossless_section(summary: Summary) -> list[str]:
     parts = ["## Lossless", _lossless_sentence(summary)]
     if summary.lossless.divergences:
-        rows = [
-            (d.prompt_id, d.turn, d.position, "-" if d.gap is None else f"{d.gap:.6g}")
-            for d in summary.lossless.divergences
-        ]
+        rows = [(d.prompt_id, d.turn, d.position, "-" if d.gap is None else f"{d.gap:.6g}") for d in summary.lossless.divergences]
         parts.append(_table(("prompt", "turn", "position", "gap"), rows))
     return [*parts, _defined("lossless")]
 

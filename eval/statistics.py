@@ -165,8 +165,7 @@ def bootstrap_interval(
     rng = np.random.default_rng(seed)
     chunk = max(1, _CHUNK_ELEMENTS // (n * c))
     values = [
-        statistic(columns[rng.integers(0, n, size=(min(chunk, resamples - done), n))].sum(axis=1))
-        for done in range(0, resamples, chunk)
+        statistic(columns[rng.integers(0, n, size=(min(chunk, resamples - done), n))].sum(axis=1)) for done in range(0, resamples, chunk)
     ]
     tail = 50 * (1 - level)
     low, high = np.percentile(np.concatenate(values), [tail, 100 - tail])
@@ -241,9 +240,7 @@ def accepted_histogram(cycles: Sequence[Cycle]) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def by_category(
-    records: Sequence[PromptRecord], cycles: Sequence[Sequence[Cycle]], *, bootstrap: int, seed: int
-) -> tuple[Category, ...]:
+def by_category(records: Sequence[PromptRecord], cycles: Sequence[Sequence[Cycle]], *, bootstrap: int, seed: int) -> tuple[Category, ...]:
     """One row a category, in the order in which the records bring them."""
     rows = []
     for name in dict.fromkeys(record.category for record in records):
@@ -284,9 +281,7 @@ def speed(records: Sequence[PromptRecord], *, bootstrap: int, seed: int) -> Spee
         plain_median_seconds_per_token=(
             float(np.median([record.plain_seconds / record.plain_tokens for record in records])) if has_plain else None
         ),
-        speculative_median_seconds_per_token=float(
-            np.median([record.speculative_seconds / record.output_tokens for record in records])
-        ),
+        speculative_median_seconds_per_token=float(np.median([record.speculative_seconds / record.output_tokens for record in records])),
         draft_share=_ratio(draft, seconds),
         verify_share=_ratio(verify, seconds),
         other_share=_ratio(seconds - draft - verify, seconds),
@@ -320,9 +315,7 @@ def _check(records: Sequence[PromptRecord]) -> None:
             assert 0 <= cycle.accepted <= cycle.proposed, f"{where}: accepted outside 0..proposed in {cycle}"
             assert 0 <= cycle.emitted <= cycle.accepted + 1, f"{where}: emitted outside 0..accepted + 1 in {cycle}"
         emitted = sum(cycle.emitted for cycle in record.cycles)
-        assert record.output_tokens == 1 + emitted, (
-            f"{where}: {record.output_tokens} output tokens, 1 + {emitted} emitted"
-        )
+        assert record.output_tokens == 1 + emitted, f"{where}: {record.output_tokens} output tokens, 1 + {emitted} emitted"
 
 
 def summarise(records: Sequence[PromptRecord], *, greedy: bool, bootstrap: int = 10_000, seed: int = 0) -> Summary:

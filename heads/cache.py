@@ -27,9 +27,7 @@ class BufferedLayer(DynamicLayer):
         super().__init__()
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         start = self.get_seq_length()
         end = start + key_states.shape[2]
         if self._buffers is None or end > self._buffers[0].shape[2]:
@@ -37,8 +35,7 @@ class BufferedLayer(DynamicLayer):
         assert self._buffers is not None
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, start:end] = new
-        self._show(end)
-        return self.keys, self.values
+        return self._show(end)
 
     def _grow(self, key_states: torch.Tensor, value_states: torch.Tensor, held: int, needed: int) -> None:
         if not self.is_initialized:
@@ -47,14 +44,16 @@ class BufferedLayer(DynamicLayer):
         grown = []
         for old, new in ((self.keys, key_states), (self.values, value_states)):
             buffer = new.new_zeros(*new.shape[:2], capacity, new.shape[3])
-            if held:
+            if held and old is not None:
                 buffer[:, :, :held] = old
             grown.append(buffer)
         self._buffers = (grown[0], grown[1])
 
-    def _show(self, length: int) -> None:
+    def _show(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._buffers is not None
-        self.keys, self.values = self._buffers[0][:, :, :length], self._buffers[1][:, :, :length]
+        keys, values = self._buffers[0][:, :, :length], self._buffers[1][:, :, :length]
+        self.keys, self.values = keys, values
+        return keys, values
 
     def crop(self, tokens_to_remove: int) -> None:
         assert tokens_to_remove <= 0, "the number of tokens to remove is given as a negative number"
@@ -80,6 +79,10 @@ class TargetCache(Cache):
         super().__init__(layer_class_to_replicate=BufferedLayer)
 
     @property
+    def _buffered(self) -> list[BufferedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, BufferedLayer)]
+
+    @property
     def length(self) -> int:
         """Tokens held."""
         return int(self.get_seq_length())
@@ -88,10 +91,10 @@ class TargetCache(Cache):
         """Forget everything after the first ``length`` tokens."""
         surplus = self.length - length
         assert surplus >= 0, f"the cache holds {self.length} tokens and cannot keep {length}"
-        for layer in self.layers:
+        for layer in self._buffered:
             layer.crop(-surplus)
 
     def select(self, rows: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order. rows: [B'] int64."""
-        for layer in self.layers:
+        for layer in self._buffered:
             layer.select(rows)

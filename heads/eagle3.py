@@ -161,7 +161,12 @@ class Eagle3Head(nn.Module):
         return draft_ids + self.d2t[draft_ids]
 
     def unroll(
-        self, taps: torch.Tensor, tokens: torch.Tensor, position: torch.Tensor, visible: torch.Tensor, slots: torch.Tensor
+        self,
+        taps: torch.Tensor,
+        tokens: torch.Tensor,
+        position: torch.Tensor,
+        visible: torch.Tensor,
+        slots: torch.Tensor,
     ) -> torch.Tensor:
         """Training-time test (ALGORITHMS 9.3): S teacher-forced steps from every chosen slot, in parallel.
 
@@ -205,7 +210,12 @@ class Eagle3Head(nn.Module):
         return torch.stack(outputs)
 
     def extend(
-        self, taps: torch.Tensor | None, state: torch.Tensor | None, token: torch.Tensor, position: torch.Tensor, caches: list[KeysValues]
+        self,
+        taps: torch.Tensor | None,
+        state: torch.Tensor | None,
+        token: torch.Tensor,
+        position: torch.Tensor,
+        caches: list[KeysValues],
     ) -> tuple[torch.Tensor, torch.Tensor, list[KeysValues]]:
         """Incremental forward (ALGORITHMS 9.7): T new slots after those in ``caches``, causal among themselves.
 

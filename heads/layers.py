@@ -94,9 +94,7 @@ class Attention(nn.Module):
         """x [B, T, E], position [B, T] -> keys and values [B, n_kv, T, d]."""
         return KeysValues(rotary(self._split(self.k_proj(x), self.n_kv), position), self._split(self.v_proj(x), self.n_kv))
 
-    def forward(
-        self, x: torch.Tensor, position: torch.Tensor, rotary: Rotary, cache: StepCache, visible: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, position: torch.Tensor, rotary: Rotary, cache: StepCache, visible: torch.Tensor) -> torch.Tensor:
         """Attend from N query slots to the row's real slots and to each slot's own steps: one softmax over both.
 
         Args:

@@ -78,10 +78,10 @@ class FrozenTarget:
     Not an nn.Module on purpose: nothing that walks over modules (optimizers, DDP, checkpoints) can pick its weights up.
     """
 
-    def __init__(self, model: nn.Module, taps: Sequence[int] | None = None) -> None:
+    def __init__(self, model: Any, taps: Sequence[int] | None = None) -> None:
         """Raises UserError when the model cannot serve as a target; the sentence says what is missing."""
         self.model: Any = model.eval().requires_grad_(False)
-        self.config: Any = model.config.get_text_config()  # type: ignore[operator,union-attr]
+        self.config: Any = model.config.get_text_config()
         self.decoder: Any = self.model.get_decoder()
         layers = getattr(self.decoder, "layers", None)
         if layers is None:
@@ -164,7 +164,11 @@ class FrozenTarget:
         self._captured = {} if taps else None
         try:
             output = self.decoder(
-                input_ids=ids, cache=cache, position_ids=position, attention_mask=attention_mask, use_cache=cache is not None
+                input_ids=ids,
+                cache=cache,
+                position_ids=position,
+                attention_mask=attention_mask,
+                use_cache=cache is not None,
             )
             captured = self._captured
         finally:
@@ -227,7 +231,9 @@ class FrozenTarget:
             again = self.forward(ids[:, 3:], cache=cache, taps=False)
         except Exception as error:
             raise UserError(f"{name} has no KV cache that can be cropped ({error}); speculative decoding needs one") from error
-        if cache.length != len(PROBE) or not torch.allclose(again.hidden.float(), whole.hidden[:, 3:].float(), atol=tolerance, rtol=tolerance):
+        if cache.length != len(PROBE) or not torch.allclose(
+            again.hidden.float(), whole.hidden[:, 3:].float(), atol=tolerance, rtol=tolerance
+        ):
             raise UserError(f"{name} keeps state that cropping its KV cache does not undo; speculative decoding cannot use it")
 
 
@@ -238,9 +244,14 @@ def load_target(config: TargetConfig, path: str | Path, device: torch.device, ta
         architecture = AutoConfig.from_pretrained(path, **options).get_text_config()
         if taps is not None and max(taps, default=0) > getattr(architecture, "num_hidden_layers", 1 << 30):
             # Before gigabytes are read, not after.
-            raise UserError(f"head.taps is {list(taps)}; the target has {architecture.num_hidden_layers} layers, so taps run from 0 to that")
+            raise UserError(
+                f"head.taps is {list(taps)}; the target has {architecture.num_hidden_layers} layers, so taps run from 0 to that"
+            )
         model = AutoModelForCausalLM.from_pretrained(path, dtype=pick_dtype(config.dtype, device), **options)
     except (OSError, KeyError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"target '{config.name}' cannot be loaded ({first}); give bundled:smollm2-135m, a model directory or a Hub id") from error
-    return FrozenTarget(model.to(device), taps)
+        raise UserError(
+            f"target '{config.name}' cannot be loaded ({first}); give bundled:smollm2-135m, a model directory or a Hub id"
+        ) from error
+    placed: Any = model
+    return FrozenTarget(placed.to(device), taps)

@@ -55,7 +55,9 @@ class DraftVocab:
             return cls.full(vocab_size)
         forced = sorted({i for i in always if 0 <= i < vocab_size})
         if len(forced) > size:
-            raise UserError(f"a draft vocabulary of {size} tokens cannot hold the {len(forced)} that must be in it; raise head.draft_vocab_size")
+            raise UserError(
+                f"a draft vocabulary of {size} tokens cannot hold the {len(forced)} that must be in it; raise head.draft_vocab_size"
+            )
         rank = counts.clone().to(torch.int64)
         rank[forced] = torch.iinfo(torch.int64).max
         # A stable descending sort keeps equal counts (zeros above all) in ascending order of id: the filling-up with low ids.

@@ -47,9 +47,7 @@ def recipe_arguments(
         epilog="example: %(prog)s recipes/my.yaml train.steps=100 train.learning_rate=1e-4",
     )
     parser.add_argument("recipe", type=Path, help="the recipe, a YAML file")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="KEY=VALUE", help="a dotted key of the recipe and its value as YAML"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="a dotted key of the recipe and its value as YAML")
     if add_options is not None:
         add_options(parser)
     # Plain parse_args takes all of nargs="*" at the first positional and refuses overrides after an option.

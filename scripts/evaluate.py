@@ -1,7 +1,7 @@
 """Held-out prompts, with and without the head: acceptance length, speed, lossless check, report.
 
-    python -m scripts.evaluate recipes/smollm2-135m-eagle3-quick.yaml
-    python -m scripts.evaluate recipes/smollm2-135m-eagle3-quick.yaml evaluate.per_category=1 evaluate.max_new_tokens=16
+python -m scripts.evaluate recipes/smollm2-135m-eagle3-quick.yaml
+python -m scripts.evaluate recipes/smollm2-135m-eagle3-quick.yaml evaluate.per_category=1 evaluate.max_new_tokens=16
 """
 
 from __future__ import annotations
@@ -40,12 +40,19 @@ def main(argv: list[str]) -> None:
     template = open_template(recipe)
     target = open_target(recipe, on, head.arch.taps)
     if head.arch.vocab_size != target.vocab_size or head.arch.hidden_size != target.hidden_size:
-        raise UserError(f"the head in {checkpoint} was trained for another target: its vocabulary or width differs from {recipe.target.name}'s")
+        raise UserError(
+            f"the head in {checkpoint} was trained for another target: its vocabulary or width differs from {recipe.target.name}'s"
+        )
     drafter = Eagle3Drafter(head, target, config.sampling, sample_proposals=config.proposals == "sampled")
     records = evaluate(target, template, drafter, prompts, config)
     summary = summarise(records, greedy=config.sampling.greedy, bootstrap=config.bootstrap, seed=config.seed)
     identity = {
-        "target": {"name": recipe.target.name, "fingerprint": target.fingerprint, "dtype": str(target.dtype), "layers": target.num_layers},
+        "target": {
+            "name": recipe.target.name,
+            "fingerprint": target.fingerprint,
+            "dtype": str(target.dtype),
+            "layers": target.num_layers,
+        },
         "head": {
             "kind": head.arch.kind,
             "checkpoint": f"{recipe.name}/{checkpoint.name}",

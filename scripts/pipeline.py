@@ -41,14 +41,16 @@ def target_identity(recipe: Recipe, target: FrozenTarget, template: ChatTemplate
     return {"target": recipe.target.name, "target_fingerprint": target.fingerprint, "template": template.fingerprint}
 
 
-def corpus_identity(
-    recipe: Recipe, target: FrozenTarget, template: ChatTemplate, conversations: list[Conversation]
-) -> dict[str, Any]:
+def corpus_identity(recipe: Recipe, target: FrozenTarget, template: ChatTemplate, conversations: list[Conversation]) -> dict[str, Any]:
     """What makes a corpus: another value of any of these is another corpus."""
     prompts = hashlib.sha256("".join(c.id for c in conversations).encode()).hexdigest()[:16]
     sampling = recipe.regenerate.model_dump(exclude={"batch_size"})
     length = min(recipe.packing.max_length, target.max_length)
-    return target_identity(recipe, target, template) | {"prompts": prompts, "regenerate": sampling, "max_length": length}
+    return target_identity(recipe, target, template) | {
+        "prompts": prompts,
+        "regenerate": sampling,
+        "max_length": length,
+    }
 
 
 def open_corpus(recipe: Recipe, target: FrozenTarget, template: ChatTemplate) -> tuple[TokenCorpus, dict[str, Any]]:
@@ -75,6 +77,7 @@ def claim_run_directory(recipe: Recipe) -> Path:
     return run_dir
 
 
+PROVENANCE = ("recipe.yaml", "command.txt", "versions.json")
 RUN_FILES = frozenset(
-    {"recipe.yaml", "command.txt", "versions.json", "corpus", "features", "checkpoints", "log.jsonl", "report", "export", "wandb", "wandb_id.txt", "tensorboard"}
-)  # fmt: skip
+    {*PROVENANCE, "corpus", "features", "checkpoints", "log.jsonl", "report", "export", "wandb", "wandb_id.txt", "tensorboard"}
+)

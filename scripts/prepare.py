@@ -40,10 +40,11 @@ def main(argv: list[str]) -> None:
     vocab = DraftVocab.from_counts(counts, target.vocab_size if size == "full" else size, template.stop_ids)
     finish = ", ".join(f"{k} {v}" for k, v in sorted(summary["finish"].items()))
     dropped = ", ".join(f"{k} {v}" for k, v in sorted(summary["dropped"].items())) or "none"
+    covered = vocab.coverage(counts)
     print(
         f"{summary['documents']} documents, {summary['answer_tokens']:,} answer tokens of {summary['tokens']:,} in "
         f"{time.perf_counter() - started:.0f} s; answers ended by {finish}; dropped: {dropped}\n"
-        f"{summary['distinct_answer_tokens']:,} distinct answer tokens; a draft vocabulary of {vocab.size:,} covers {vocab.coverage(counts):.2%}\n"
+        f"{summary['distinct_answer_tokens']:,} distinct answer tokens; {vocab.size:,} in the draft vocabulary cover {covered:.2%}\n"
         f"corpus: {recipe.corpus_dir}\n"
         f"next: accelerate launch train_eagle.py {' '.join(argv)}"
     )

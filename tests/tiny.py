@@ -8,8 +8,21 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, MistralConfig,
-    MistralForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )  # fmt: skip
 
 from heads.eagle3 import Eagle3Architecture, Eagle3Config, Eagle3Head
@@ -33,14 +46,23 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
 }
 
 
-def tiny_model(family: str = "llama", *, vocab: int = 300, hidden: int = 32, layers: int = 4, seed: int = 0, scale: float = 1.0, **more: Any) -> Any:
+def tiny_model(
+    family: str = "llama",
+    *,
+    vocab: int = 300,
+    hidden: int = 32,
+    layers: int = 4,
+    seed: int = 0,
+    scale: float = 1.0,
+    **more: Any,
+) -> Any:
     """A random causal LM. ``scale`` multiplies the LM head: larger means more peaked distributions."""
     config_class, model_class = FAMILIES[family]
     torch.manual_seed(seed)
     settings: dict[str, Any] = {
         "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": hidden // 4, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
-        "eos_token_id": 2, "tie_word_embeddings": False, "attn_implementation": "sdpa",
+        "eos_token_id": 2, "tie_word_embeddings": False, "attn_implementation": "eager" if family == "gemma2" else "sdpa",
     }  # fmt: skip
     if family in ("gemma2", "gemma3", "mistral"):
         settings["sliding_window"] = 16

@@ -21,7 +21,16 @@ from heads.config import Config
 from heads.errors import UserError
 from heads.target import FrozenTarget, TargetOutput
 from train.objectives import TrainingTimeTest, depth_metrics, run_target
-from train.state import Progress, load_head, newest_whole, optimizer_tensors, point, prune, restore_optimizer, save_checkpoint
+from train.state import (
+    Progress,
+    load_head,
+    newest_whole,
+    optimizer_tensors,
+    point,
+    prune,
+    restore_optimizer,
+    save_checkpoint,
+)
 from train.trackers import Tracker
 
 
@@ -159,7 +168,11 @@ class Run:
         model, self.optimizer = accelerator.prepare(self.objective, self.optimizer)
         started, done_before = time.perf_counter(), self.progress.step
         with tqdm(
-            total=self.steps, initial=self.progress.step, unit="step", desc="training", disable=not accelerator.is_main_process
+            total=self.steps,
+            initial=self.progress.step,
+            unit="step",
+            desc="training",
+            disable=not accelerator.is_main_process,
         ) as bar:
             while self.progress.step < self.steps:
                 step = self.progress.step
@@ -224,7 +237,11 @@ class Run:
                 self.progress.best_tau, self.progress.best_step = tau, step
         if (improved or final or step % config.save_every == 0) and self.accelerator.is_main_process:
             save_checkpoint(
-                self.checkpoints, self.head, optimizer_tensors(self._raw_optimizer(), self.names), self.progress, self.provenance
+                self.checkpoints,
+                self.head,
+                optimizer_tensors(self._raw_optimizer(), self.names),
+                self.progress,
+                self.provenance,
             )
             if improved:
                 point(self.checkpoints / "best", f"step-{step:06d}")
@@ -235,4 +252,3 @@ class Run:
         inner = getattr(self.optimizer, "optimizer", self.optimizer)
         assert isinstance(inner, torch.optim.Optimizer)
         return inner
-

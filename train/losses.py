@@ -44,7 +44,13 @@ class PairMetrics:
 
 
 def soft_cross_entropy(
-    outputs: torch.Tensor, head: torch.Tensor, labels: Labels, index: torch.Tensor, weight: torch.Tensor, oov: OovPolicy, chunk: int = 256
+    outputs: torch.Tensor,
+    head: torch.Tensor,
+    labels: Labels,
+    index: torch.Tensor,
+    weight: torch.Tensor,
+    oov: OovPolicy,
+    chunk: int = 256,
 ) -> tuple[torch.Tensor, PairMetrics]:
     """sum_m w_m c_m CE(p~_m, q_m) with p~ the target renormalised over the draft vocabulary (ALGORITHMS 9.5).
 
@@ -99,7 +105,13 @@ class _Chunked(torch.autograd.Function):
             total += (w * ce).sum()
             q = log_q.exp_()
             draft_best = labels.draft_ids[q.argmax(-1)]
-            values = (ce, (draft_best == best[at]).float(), torch.minimum(p * mass.unsqueeze(1), q).sum(-1), mass, in_vocab)
+            values = (
+                ce,
+                (draft_best == best[at]).float(),
+                torch.minimum(p * mass.unsqueeze(1), q).sum(-1),
+                mass,
+                in_vocab,
+            )
             for kept, value in zip(metrics, values, strict=True):
                 kept[pairs] = value
             grad_z = (q.sub_(p)).mul_(w.unsqueeze(1)).to(x.dtype)  # d CE / d z = q - p~
@@ -114,7 +126,15 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad_outputs, grad_head = ctx.saved_tensors
         scale = grads[0]
-        return grad_outputs * scale, (grad_head * scale if grad_head is not None else None), None, None, None, None, None
+        return (
+            grad_outputs * scale,
+            (grad_head * scale if grad_head is not None else None),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _cap(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:

@@ -27,7 +27,7 @@ class ObjectiveConfig(Config):
     depth_decay: float = Field(default=0.8, gt=0.0, le=1.0)
     """Weight of step i is depth_decay ** i."""
     loss_norm: Literal["sample_valid", "global_valid", "all_positions"] = "sample_valid"
-    """sample_valid: mean over each document's slots, then over documents. global_valid: one divisor, the update's slots. all_positions:
+    """sample_valid: mean over each document's slots, then over documents. global_valid: one divisor, the update's. all_positions:
     the update's row slots, masked or not (the paper)."""
     oov_policy: OovPolicy = "weight"
     """Slots whose target argmax is outside the draft vocabulary: weight every slot by the target's mass inside, or drop them (the paper)."""
@@ -108,7 +108,13 @@ class TrainingTimeTest(nn.Module):
         self.config = config
 
     def forward(
-        self, batch: Batch, features: TargetOutput, embedding: torch.Tensor, lm_head: torch.Tensor, softcap: float | None, total: Normaliser
+        self,
+        batch: Batch,
+        features: TargetOutput,
+        embedding: torch.Tensor,
+        lm_head: torch.Tensor,
+        softcap: float | None,
+        total: Normaliser,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss (a share of the update's) and depth sums [S, 6]: valid, agree, alpha, joint prefix correct, loss, mass."""
         plan = plan_unroll(batch, self.config.depths)
@@ -126,7 +132,13 @@ class TrainingTimeTest(nn.Module):
         labels = Labels(hidden, lm_head, self.head.vocab.target_ids.to(hidden.device), softcap)
         weight = pair_weights(plan, self.config, total).flatten()[used]
         loss, metrics = soft_cross_entropy(
-            outputs.flatten(0, 2)[used], self.head.lm_head.weight, labels, index, weight, self.config.oov_policy, self.config.chunk
+            outputs.flatten(0, 2)[used],
+            self.head.lm_head.weight,
+            labels,
+            index,
+            weight,
+            self.config.oov_policy,
+            self.config.chunk,
         )
         return loss, depth_sums(plan, metrics)
 
@@ -142,7 +154,14 @@ def depth_sums(plan: Unroll, metrics: PairMetrics) -> torch.Tensor:
 
     agree = spread(metrics.agree)
     joint = agree.cumprod(dim=0)  # invalid steps are 0 and come last, so they end a prefix as they should
-    columns = [plan.valid.flatten(1).float(), agree, spread(metrics.alpha), joint, spread(metrics.loss), spread(metrics.mass)]
+    columns = [
+        plan.valid.flatten(1).float(),
+        agree,
+        spread(metrics.alpha),
+        joint,
+        spread(metrics.loss),
+        spread(metrics.mass),
+    ]
     return torch.stack([c.sum(1) for c in columns], dim=1)
 
 

@@ -40,9 +40,10 @@ class Progress:
 def optimizer_tensors(optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str]) -> dict[str, torch.Tensor]:
     """AdamW's state as named tensors."""
     flat = {}
-    for parameter, state in optimizer.state.items():
+    for parameter, name in names.items():
+        state = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            flat[f"{names[parameter]}/{key}"] = value.detach().cpu().contiguous() if torch.is_tensor(value) else torch.tensor(value)
+            flat[f"{name}/{key}"] = value.detach().cpu().contiguous() if torch.is_tensor(value) else torch.tensor(value)
     return flat
 
 
@@ -56,9 +57,7 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, names: dict[torch.nn.Par
         optimizer.state[parameter][key] = value.clone() if key == "step" else value.to(parameter.device).clone()
 
 
-def save_checkpoint(
-    directory: Path, head: Any, optimizer: dict[str, torch.Tensor], progress: Progress, provenance: dict[str, str]
-) -> Path:
+def save_checkpoint(directory: Path, head: Any, optimizer: dict[str, torch.Tensor], progress: Progress, provenance: dict[str, str]) -> Path:
     """Write ``directory/step-N`` whole or not at all; ``last`` points to it afterwards.
 
     Args:

@@ -177,9 +177,7 @@ def describe_keys(model: type[BaseModel]) -> list[tuple[str, str, str]]:
     return list(rows)
 
 
-def _describe(
-    model: type[BaseModel], prefix: str, instance: Any, rows: dict[tuple[str, str, str], None], depth: int
-) -> None:
+def _describe(model: type[BaseModel], prefix: str, instance: Any, rows: dict[tuple[str, str, str], None], depth: int) -> None:
     for name, field in model.model_fields.items():
         default = getattr(instance, name) if isinstance(instance, model) else _default(field)
         text = " ".join((field.description or "").split())

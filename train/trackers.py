@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 from heads.config import Config
 from heads.errors import UserError
-from train.provenance import write_atomically
+from heads.files import write_atomically
 
 Value = float | int | str
 
@@ -136,8 +136,7 @@ class WandbTracker:
         except wandb.Error as error:
             reason = " ".join(str(error).split()).rstrip(".")
             raise UserError(
-                f"Weights & Biases did not start in mode {config.wandb_mode}: {reason}; "
-                "run `wandb login`, or set wandb_mode to offline"
+                f"Weights & Biases did not start in mode {config.wandb_mode}: {reason}; run `wandb login`, or set wandb_mode to offline"
             ) from error
 
     def log(self, step: int, values: Mapping[str, Value]) -> None:
@@ -159,8 +158,7 @@ class TensorboardTracker:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
             raise UserError(
-                "tensorboard is true but the package is not there: "
-                "pip install 'draftsmith[tensorboard]', or set tensorboard to false"
+                "tensorboard is true but the package is not there: pip install 'draftsmith[tensorboard]', or set tensorboard to false"
             ) from None
         purge = None if resume_step is None else resume_step + 1
         self._writer: Any = SummaryWriter(str(directory), purge_step=purge)

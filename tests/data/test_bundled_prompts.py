@@ -61,12 +61,7 @@ def slot_values(split: module.Split) -> set[str]:
 
 
 def turn_texts(split: module.Split) -> set[str]:
-    return {
-        " ".join(words(turn))
-        for templates in load_templates(split).values()
-        for template in templates
-        for turn in template.turns
-    }
+    return {" ".join(words(turn)) for templates in load_templates(split).values() for template in templates for turn in template.turns}
 
 
 def test_train_has_enough_prompts_over_enough_categories(train: list[Conversation]) -> None:
@@ -154,9 +149,7 @@ def test_expansion_is_the_same_in_a_fresh_process(train: list[Conversation]) -> 
         "print(hashlib.sha256(repr(bundled_prompts('train')).encode()).hexdigest())"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "12345"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == hashlib.sha256(repr(train).encode()).hexdigest()
 
 

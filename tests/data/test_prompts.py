@@ -81,13 +81,9 @@ SHAPES = [
 
 @pytest.mark.parametrize(("shape", "row", "system", "turns"), SHAPES)
 @pytest.mark.parametrize("auto", [True, False])
-def test_shapes(
-    tmp_path: Path, shape: str, row: dict[str, Any], system: str | None, turns: tuple[str, ...], auto: bool
-) -> None:
+def test_shapes(tmp_path: Path, shape: str, row: dict[str, Any], system: str | None, turns: tuple[str, ...], auto: bool) -> None:
     source = jsonl(tmp_path, row)
-    assert load(source, shape="auto" if auto else shape) == [
-        Conversation.make(turns=turns, system=system, source="rows.jsonl:1")
-    ]
+    assert load(source, shape="auto" if auto else shape) == [Conversation.make(turns=turns, system=system, source="rows.jsonl:1")]
 
 
 def test_auto_goes_by_row_and_prefers_the_chat(tmp_path: Path) -> None:
@@ -111,9 +107,7 @@ def test_categories(tmp_path: Path) -> None:
 
 
 def test_the_configs_system_goes_where_there_is_none(tmp_path: Path) -> None:
-    source = jsonl(
-        tmp_path, {"messages": CHAT}, {"prompt": "P"}, {"messages": [{"role": "system", "content": ""}, *CHAT[1:]]}
-    )
+    source = jsonl(tmp_path, {"messages": CHAT}, {"prompt": "P"}, {"messages": [{"role": "system", "content": ""}, *CHAT[1:]]})
     assert [c.system for c in load(source, system="Mine.")] == ["Be brief.", "Mine.", "Mine."]
     assert [c.system for c in load(source)] == ["Be brief.", None, None]
     assert load(source, system="Mine.")[1].id == Conversation.make(turns=["P"], system="Mine.").id
@@ -133,7 +127,7 @@ def test_duplicates_go_before_the_limit(tmp_path: Path) -> None:
 def test_jsonl_lines(tmp_path: Path) -> None:
     """Blank lines, a byte order mark, Windows line ends, and a line separator inside of a string."""
     path = tmp_path / "rows.JSONL"
-    path.write_bytes("\ufeff{\"prompt\": \"a\u2028b\"}\r\n\r\n{\"prompt\": \"é\"}".encode())
+    path.write_bytes('\ufeff{"prompt": "a\u2028b"}\r\n\r\n{"prompt": "é"}'.encode())
     assert [(c.turns, c.source) for c in load(str(path))] == [
         (("a\u2028b",), "rows.JSONL:1"),
         (("é",), "rows.JSONL:3"),

@@ -130,9 +130,7 @@ def test_headline(summary: Summary) -> None:
 
 def test_one_prompt_without_plain_decoding(tmp_path: Path) -> None:
     """The smallest report: no intervals, no ratio, nothing accepted or even proposed."""
-    one = dataclasses.replace(
-        records()[0], cycles=(Cycle(0, 0, 1),), output_tokens=2, plain_tokens=0, plain_seconds=0.0, divergence=None
-    )
+    one = dataclasses.replace(records()[0], cycles=(Cycle(0, 0, 1),), output_tokens=2, plain_tokens=0, plain_seconds=0.0, divergence=None)
     summary = summarise([one], greedy=True)
     write_report(tmp_path / "r", summary, [one], {})
     assert "no interval" in headline(summary) and "not compared (no plain decoding)" in headline(summary)
@@ -157,9 +155,7 @@ def test_an_older_report_is_replaced(tmp_path: Path, summary: Summary) -> None:
 
 
 @pytest.mark.parametrize("failing", ["_draw_charts", "_markdown"])
-def test_a_failure_leaves_the_older_report(
-    tmp_path: Path, summary: Summary, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
+def test_a_failure_leaves_the_older_report(tmp_path: Path, summary: Summary, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
     place = tmp_path / "r"
     write_report(place, summary, records(), {"target": "old"})
     before = {entry.name: entry.read_bytes() for entry in place.iterdir()}
@@ -174,9 +170,7 @@ def test_a_failure_leaves_the_older_report(
     assert [entry.name for entry in tmp_path.iterdir()] == ["r"]
 
 
-def test_a_failed_rename_puts_the_older_report_back(
-    tmp_path: Path, summary: Summary, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_rename_puts_the_older_report_back(tmp_path: Path, summary: Summary, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "r"
     write_report(place, summary, records(), {"target": "old"})
     rename = Path.rename

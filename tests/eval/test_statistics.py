@@ -21,9 +21,7 @@ from eval.statistics import (
 from heads.errors import UserError
 
 
-def record(
-    prompt_id: str, cycles: list[Cycle], *, category: str = "chat", turn: int = 0, **changes: object
-) -> PromptRecord:
+def record(prompt_id: str, cycles: list[Cycle], *, category: str = "chat", turn: int = 0, **changes: object) -> PromptRecord:
     """A record whose tokens agree with its cycles; 2 s plain, 1 s speculative, of which 0.2 draft and 0.6 verify."""
     tokens = 1 + sum(cycle.emitted for cycle in cycles)
     base = PromptRecord(
@@ -139,9 +137,7 @@ def test_against_plain_loops(seed: int) -> None:
     assert summary.speed.ratio == pytest.approx(spec / plain)
 
 
-def plain_bootstrap(
-    records: list[PromptRecord], resamples: int, seed: int
-) -> tuple[list[float], list[float], list[float]]:
+def plain_bootstrap(records: list[PromptRecord], resamples: int, seed: int) -> tuple[list[float], list[float], list[float]]:
     """[low, high] of step-weighted tau, request-mean tau and speed ratio, prompt by prompt in Python loops."""
     rng = random.Random(seed)
     prompts: dict[str, list[PromptRecord]] = {}

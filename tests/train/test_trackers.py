@@ -39,8 +39,7 @@ def test_lines_are_flushed_and_plain_json(tmp_path: Path) -> None:
     values |= {"np": np.float32(0.25), "torch": torch.tensor(2), "np_nan": np.float32("nan")}
     tracker.log(1, values)
     assert lines(path) == [
-        {"step": 1, "a": 0.5, "b": "é", "nan": "NaN", "up": "Infinity", "down": "-Infinity"}
-        | {"np": 0.25, "torch": 2, "np_nan": "NaN"}
+        {"step": 1, "a": 0.5, "b": "é", "nan": "NaN", "up": "Infinity", "down": "-Infinity"} | {"np": 0.25, "torch": 2, "np_nan": "NaN"}
     ]
     tracker.close()
     tracker.close()
