@@ -14,12 +14,14 @@ import torch
 from accelerate import Accelerator
 from pydantic import Field
 from safetensors.torch import load_file
+from torch import nn
 from tqdm import tqdm
 
 from data.packing import Batch, PackedRows, RowOrder
 from heads.config import Config
 from heads.errors import UserError
 from heads.target import FrozenTarget, TargetOutput
+from train.losses import Labels, LabelStatistics, label_statistics
 from train.objectives import TrainingTimeTest, depth_metrics, run_target
 from train.state import (
     Progress,
@@ -82,36 +84,44 @@ def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
 
 
 class Features:
-    """Target states of packed rows: computed online, or kept in memory up to a budget."""
+    """Target states of packed rows, and what their labels say of the whole vocabulary: computed online, or kept up to a budget."""
 
-    def __init__(self, target: FrozenTarget, rows: PackedRows, budget_gib: float) -> None:
+    def __init__(self, target: FrozenTarget, rows: PackedRows, draft_ids: torch.Tensor, budget_gib: float) -> None:
         self.target, self.rows = target, rows
+        self._draft_ids = draft_ids.to(target.device)
         self._budget = int(budget_gib * 2**30)
-        self._kept: dict[int, TargetOutput] = {}
+        self._keeps = self._budget > 0
+        self._kept: dict[int, tuple[TargetOutput, LabelStatistics]] = {}
 
-    def __call__(self, batch: Batch) -> TargetOutput:
-        if not self._budget and not self._kept:
-            return run_target(self.target, batch)
+    def __call__(self, batch: Batch) -> tuple[TargetOutput, LabelStatistics | None]:
+        """States [B, T, ...] and label statistics [B, T] (None where they are left to the loss)."""
+        if not self._keeps:
+            return run_target(self.target, batch), None
         # Row by row, each alone: what is kept has the same bits whichever batch asked for it first.
-        parts = [self._row(row) for row in batch.rows]
-        width = batch.ids.shape[1]
+        outputs, statistics = zip(*(self._row(row) for row in batch.rows), strict=True)
+        device, width = batch.ids.device, batch.ids.shape[1]
 
-        def pad(x: torch.Tensor) -> torch.Tensor:
-            return torch.nn.functional.pad(x.to(batch.ids.device), (0, 0, 0, width - x.shape[1]))
+        def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+            return nn.utils.rnn.pad_sequence([p[0].to(device) for p in parts], batch_first=True)[:, :width]
 
-        return TargetOutput(torch.cat([pad(p.hidden) for p in parts]), torch.cat([pad(p.taps) for p in parts if p.taps is not None]))
+        states = TargetOutput(joined([o.hidden for o in outputs]), joined([o.taps for o in outputs]))
+        return states, LabelStatistics(joined([s.log_mass for s in statistics]), joined([s.best for s in statistics]))
 
-    def _row(self, row: int) -> TargetOutput:
+    def _row(self, row: int) -> tuple[TargetOutput, LabelStatistics]:
         if row in self._kept:
             return self._kept[row]
         output = run_target(self.target, self.rows.batch([row]).to(self.target.device))
         assert output.taps is not None
+        labels = Labels(output.hidden[0], self.target.lm_head, self._draft_ids, self.target.softcap)
+        found = label_statistics(labels)
+        statistics = LabelStatistics(found.log_mass[None], found.best[None])
         size = (output.hidden.numel() + output.taps.numel()) * output.hidden.element_size()
         if size <= self._budget:
             self._budget -= size
             output = TargetOutput(output.hidden.cpu(), output.taps.cpu())
-            self._kept[row] = output
-        return output
+            statistics = LabelStatistics(statistics.log_mass.cpu(), statistics.best.cpu())
+            self._kept[row] = output, statistics
+        return output, statistics
 
 
 @dataclass
@@ -140,7 +150,7 @@ class Run:
             )
         self.steps = config.steps or math.ceil(config.epochs * len(self.rows) / config.batch_size)
         self.order = RowOrder(len(self.rows), config.seed)
-        self.features = Features(self.target, self.rows, config.feature_cache_gib)
+        self.features = Features(self.target, self.rows, self.objective.head.vocab.target_ids, config.feature_cache_gib)
         self.head = self.objective.head
         self.names = {p: n for n, p in self.head.named_parameters()}
         trained = [p for p in self.head.parameters() if p.requires_grad]
@@ -201,10 +211,10 @@ class Run:
         loss_sum = torch.zeros((), device=accelerator.device)
         for index, rows in enumerate(micro):
             batch = self.rows.batch(rows).to(accelerator.device)
-            features = self.features(batch)
+            features, statistics = self.features(batch)
             last = index == len(micro) - 1
             with accelerator.no_sync(model) if not last else nullcontext(), accelerator.autocast():
-                loss, counted = model(batch, features, self.target.embedding, self.target.lm_head, self.target.softcap, total)
+                loss, counted = model(batch, features, self.target.embedding, self.target.lm_head, self.target.softcap, total, statistics)
                 # Weights are shares of the whole update; DDP averages over processes, so their number is multiplied back in.
                 accelerator.backward(loss * accelerator.num_processes)
             loss_sum += loss.detach()

@@ -28,6 +28,16 @@ class Labels:
 
 
 @dataclass(frozen=True)
+class LabelStatistics:
+    """What a label says of the whole vocabulary V."""
+
+    log_mass: torch.Tensor
+    """[P] float32: log of the target's mass inside the draft vocabulary."""
+    best: torch.Tensor
+    """[P] int64: the target's argmax over V."""
+
+
+@dataclass(frozen=True)
 class PairMetrics:
     """Per (step, slot) pair, [M] float32, no gradient."""
 
@@ -51,6 +61,7 @@ def soft_cross_entropy(
     weight: torch.Tensor,
     oov: OovPolicy,
     chunk: int = 256,
+    statistics: LabelStatistics | None = None,
 ) -> tuple[torch.Tensor, PairMetrics]:
     """sum_m w_m c_m CE(p~_m, q_m) with p~ the target renormalised over the draft vocabulary (ALGORITHMS 9.5).
 
@@ -61,11 +72,12 @@ def soft_cross_entropy(
         weight: [M] float32; normaliser and step decay are in it.
         oov: c_m is the target's mass inside the draft vocabulary (weight), or 1 / 0 as its argmax is inside or not (drop).
         chunk: label positions held at a time.
+        statistics: of the labels, where they were kept; computed here otherwise.
 
     Returns:
         The scalar loss (differentiable in outputs and head), and the pairs' metrics.
     """
-    loss, *metrics = _Chunked.apply(outputs, head, labels, index, weight, oov, chunk)
+    loss, *metrics = _Chunked.apply(outputs, head, labels, index, weight, oov, chunk, statistics or label_statistics(labels, chunk))
     return loss, PairMetrics(*metrics)
 
 
@@ -73,7 +85,7 @@ class _Chunked(torch.autograd.Function):
     """Computes gradients in the forward pass, chunk by chunk, so that only [M, H] and [V_d, H] are kept for backward."""
 
     @staticmethod
-    def forward(ctx: Any, outputs: Any, head: Any, labels: Any, index: Any, weight: Any, oov: Any, chunk: Any) -> Any:
+    def forward(ctx: Any, outputs: Any, head: Any, labels: Any, index: Any, weight: Any, oov: Any, chunk: Any, statistics: Any) -> Any:
         needs_head = head.requires_grad
         grad_outputs = torch.zeros_like(outputs, dtype=torch.float32)
         grad_head = torch.zeros_like(head, dtype=torch.float32) if needs_head else None
@@ -92,11 +104,11 @@ class _Chunked(torch.autograd.Function):
                 continue
             pairs = order[low:high]
             hidden = labels.hidden[first : first + chunk]
-            log_mass, best, inside = _label_statistics(hidden, rows, labels, member)
+            log_mass, best = statistics.log_mass[first : first + chunk], statistics.best[first : first + chunk]
             label_logits = _cap(F.linear(hidden, rows).float(), labels.softcap)
             at = ordered[low:high] - first
             p = torch.softmax(label_logits, dim=-1)[at]
-            mass, in_vocab = log_mass.exp()[at], inside[at].float()
+            mass, in_vocab = log_mass.exp()[at], member[best[at]].float()
             x = outputs[pairs]
             z = F.linear(x, head).float()
             log_q = torch.log_softmax(z, dim=-1)
@@ -126,27 +138,25 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         grad_outputs, grad_head = ctx.saved_tensors
         scale = grads[0]
-        return (
-            grad_outputs * scale,
-            (grad_head * scale if grad_head is not None else None),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return (grad_outputs * scale, grad_head * scale if grad_head is not None else None, *(None,) * 6)
 
 
 def _cap(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def _label_statistics(
-    hidden: torch.Tensor, rows: torch.Tensor, labels: Labels, member: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """log p(S) [C], argmax over V [C], whether it lies in the draft vocabulary [C]."""
+@torch.no_grad()
+def label_statistics(labels: Labels, chunk: int = 256) -> LabelStatistics:
+    """What of the labels needs the target's whole vocabulary. Depends on target and draft vocabulary only, so it may be kept."""
+    member = torch.zeros(labels.lm_head.shape[0], dtype=torch.bool, device=labels.lm_head.device)
+    member[labels.draft_ids] = True
+    parts = [_chunk_statistics(hidden, labels, member) for hidden in labels.hidden.split(chunk)]
+    return LabelStatistics(torch.cat([mass for mass, _ in parts]), torch.cat([best for _, best in parts]))
+
+
+def _chunk_statistics(hidden: torch.Tensor, labels: Labels, member: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p(S) [C], argmax over V [C]."""
     full = _cap(F.linear(hidden, labels.lm_head).float(), labels.softcap)
-    best = full.argmax(-1)
     # Both sums over the same logits, so that a full vocabulary has mass 1 to the last bit.
     inside = full.masked_fill(~member, float("-inf")).logsumexp(-1)
-    return inside - full.logsumexp(-1), best, member[best]
+    return inside - full.logsumexp(-1), full.argmax(-1)

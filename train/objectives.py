@@ -16,7 +16,7 @@ from data.packing import Batch, Normaliser, anchors
 from heads.config import Config
 from heads.eagle3 import Eagle3Head
 from heads.target import FrozenTarget, TargetOutput
-from train.losses import Labels, OovPolicy, PairMetrics, soft_cross_entropy
+from train.losses import Labels, LabelStatistics, OovPolicy, PairMetrics, soft_cross_entropy
 
 
 class ObjectiveConfig(Config):
@@ -27,10 +27,10 @@ class ObjectiveConfig(Config):
     depth_decay: float = Field(default=0.8, gt=0.0, le=1.0)
     """Weight of step i is depth_decay ** i."""
     loss_norm: Literal["sample_valid", "global_valid", "all_positions"] = "sample_valid"
-    """sample_valid: mean over each document's slots, then over documents. global_valid: one divisor, the update's. all_positions:
-    the update's row slots, masked or not (the paper)."""
+    """sample_valid: mean over each document's slots, then over documents. global_valid: one divisor, the update's.
+    all_positions: the update's row slots, masked or not (the paper)."""
     oov_policy: OovPolicy = "weight"
-    """Slots whose target argmax is outside the draft vocabulary: weight every slot by the target's mass inside, or drop them (the paper)."""
+    """weight: every slot by the target's mass inside the draft vocabulary. drop: slots whose target argmax is outside (the paper)."""
     chunk: int = Field(default=256, ge=1)
     """Label positions whose logits are alive at a time."""
 
@@ -115,6 +115,7 @@ class TrainingTimeTest(nn.Module):
         lm_head: torch.Tensor,
         softcap: float | None,
         total: Normaliser,
+        statistics: LabelStatistics | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss (a share of the update's) and depth sums [S, 6]: valid, agree, alpha, joint prefix correct, loss, mass."""
         plan = plan_unroll(batch, self.config.depths)
@@ -131,6 +132,8 @@ class TrainingTimeTest(nn.Module):
         hidden = features.hidden.flatten(0, 1)[positions]
         labels = Labels(hidden, lm_head, self.head.vocab.target_ids.to(hidden.device), softcap)
         weight = pair_weights(plan, self.config, total).flatten()[used]
+        if statistics is not None:
+            statistics = LabelStatistics(statistics.log_mass.flatten()[positions], statistics.best.flatten()[positions])
         loss, metrics = soft_cross_entropy(
             outputs.flatten(0, 2)[used],
             self.head.lm_head.weight,
@@ -139,6 +142,7 @@ class TrainingTimeTest(nn.Module):
             weight,
             self.config.oov_policy,
             self.config.chunk,
+            statistics,
         )
         return loss, depth_sums(plan, metrics)
 

@@ -44,7 +44,7 @@ def written(
     return list(corpus.documents()), corpus.seal(259), given
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 def test_greedy_rows_equal_the_library(family: str) -> None:
     model = tiny_model(family, vocab=259, scale=2.0)
     config = RegenerateConfig(max_new_tokens=12)
@@ -112,7 +112,7 @@ def test_a_cut_answer_is_recorded_and_ends_its_conversation(monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("bad", "reason"),
-    [([2], "empty"), ([223 - 0, 2], None), ([0, 1, 2], "empty"), (list(range(60, 64)) * 12, "degenerate"), ([70] * 40 + [2], "degenerate")],
+    [([2], "empty"), ([0, 1, 2], "empty"), (list(range(60, 64)) * 12, "degenerate"), ([70] * 40 + [2], "degenerate")],
 )
 def test_bad_first_answers_drop_the_conversation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, bad: list[int], reason: str) -> None:
     documents, summary, _ = written(monkeypatch, tmp_path, ("a",), [bad])

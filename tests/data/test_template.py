@@ -16,6 +16,7 @@ from data.prompts import Conversation
 from data.regenerate import RegenerateConfig, regenerate
 from data.template import ChatTemplate
 from heads.errors import UserError
+from heads.target import FrozenTarget
 from tests.tiny import CHATML, tiny_model, tiny_target, tiny_tokenizer
 
 HEADERS = (
@@ -151,8 +152,6 @@ def test_masked_spans_are_what_a_real_target_wrote(monkeypatch: pytest.MonkeyPat
     template = chat(name)
     model = tiny_model(vocab=len(template.tokenizer), scale=2.0)
     model.lm_head.weight.data[2] *= 3  # so that turns end
-    from heads.target import FrozenTarget
-
     written: dict[str, list[list[int]]] = {}
     real = data.regenerate.generate_batch
 
@@ -165,8 +164,8 @@ def test_masked_spans_are_what_a_real_target_wrote(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(data.regenerate, "generate_batch", recording)
     conversations = [Conversation.make(turns=(f"say {i}", "again")) for i in range(12)]
     corpus = TokenCorpus(tmp_path, {})
-    config = RegenerateConfig(temperature=1.0, max_new_tokens=24, batch_size=5)
-    regenerate(conversations, FrozenTarget(model), template, corpus, config, 256)
+    config = RegenerateConfig(temperature=4.0, max_new_tokens=60, batch_size=5)
+    regenerate(conversations, FrozenTarget(model), template, corpus, config, 400)
     dropped = {d.conversation for d in corpus.dropped()}
     found: dict[str, list[list[int]]] = {}
     for document in corpus.documents():
