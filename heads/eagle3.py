@@ -34,8 +34,8 @@ class Eagle3Config(Config):
     """Target tokens the head can say, the most frequent in the corpus; full: all of them."""
     ffn: int | None = None
     """Width of the MLP; None: the target's."""
-    lm_head_init: Literal["target", "random"] = "target"
-    """Start the LM head from the target's rows, or from normal(0, 0.02) as in the paper."""
+    init: Literal["aligned", "paper"] = "aligned"
+    """aligned: the untrained head reads like the target's last layers (see Eagle3Head.initialise). paper: normal(0, 0.02) throughout."""
     train_lm_head: bool = True
     """False freezes the LM head at its initial value."""
 
@@ -134,15 +134,30 @@ class Eagle3Head(nn.Module):
 
     @torch.no_grad()
     def initialise(self, target: FrozenTarget, config: Eagle3Config, generator: torch.Generator | None = None) -> None:
-        """normal(0, 0.02) for matrices, ones for norms, LM head and final norm from the target (ALGORITHMS 9.2)."""
+        """Set initial values. Matrices are normal(0, 0.02), norms ones (ALGORITHMS 9.2); ``aligned`` then changes four things:
+
+        * LM head and output norm are the target's, the norm scaled by 0.3: random outputs through the full gain are confident nonsense
+          (21 nats a token, against ln V_d = 9 for knowing nothing), and the first hundred updates only unlearn it;
+        * fusion passes the highest tap through, with a little of everything: it lives in the space that the LM head reads;
+        * attention and MLP start at a tenth, so that this is what comes out.
+
+        Measured on the bundled target, 36 updates of one row, mean of the last 8, soft cross-entropy at step 0: LM head and norm of the
+        target alone 6.33, norm scaled 5.42, all of it 4.81.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 module.weight.copy_(torch.randn(module.weight.shape, generator=generator) * 0.02)
             elif isinstance(module, RMSNorm):
                 module.weight.fill_(1.0)
-        if config.lm_head_init == "target":
+        if config.init == "aligned":
+            width = self.arch.hidden_size
             self.lm_head.weight.copy_(target.lm_head[self.vocab.target_ids.to(target.device)].float())
-            self.norm.weight.copy_(target.final_norm_weight())
+            self.norm.weight.copy_(target.final_norm_weight() * 0.3)
+            self.fc.weight.mul_(0.2)
+            self.fc.weight[:, -width:] += torch.eye(width)
+            for layer in self.layers:
+                layer.attention.o_proj.weight.mul_(0.1)  # type: ignore[union-attr,operator]
+                layer.mlp.down_proj.weight.mul_(0.1)  # type: ignore[union-attr,operator]
         self.lm_head.weight.requires_grad_(config.train_lm_head)
 
     def fuse(self, taps: torch.Tensor) -> torch.Tensor:

@@ -21,13 +21,15 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_two_processes_equal_one(tmp_path: Path) -> None:
     (tmp_path / "two").mkdir()
     (tmp_path / "one").mkdir()
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "MASTER_")) and k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    kept = {
+        k: v
+        for k, v in os.environ.items()
+        if not k.startswith(("ACCELERATE_", "MASTER_")) and k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     environment = kept | {"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     worker = str(Path(__file__).with_name("worker_two_processes.py"))
-    done = subprocess.run(
-        [*command, worker, str(tmp_path / "two")], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([*command, worker, str(tmp_path / "two")], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     accelerator = Accelerator(cpu=True)
     assert accelerator.num_processes == 1
