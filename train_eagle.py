@@ -26,7 +26,7 @@ from heads.sampling import Sampling
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocab
 from scripts.cli import recipe_arguments, run
-from scripts.pipeline import PROVENANCE, claim_run_directory, open_corpus, open_target, open_template, split_prompts
+from scripts.pipeline import PROVENANCE, check_run_directory, open_corpus, open_target, open_template, split_prompts
 from train.loop import Run
 from train.objectives import TrainingTimeTest
 from train.provenance import write_provenance
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
     recipe = load_recipe(path, overrides)
     _, validation = split_prompts(recipe)
     accelerator = Accelerator()
-    run_dir = claim_run_directory(recipe)
+    run_dir = check_run_directory(recipe)
     template = open_template(recipe)
     target = open_target(recipe, accelerator.device, recipe.head.taps)
     corpus, manifest = open_corpus(recipe, target, template)

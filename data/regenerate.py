@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from data.corpus import Document, Dropped, TokenCorpus
 from data.prompts import Conversation
-from data.template import ChatTemplate, Message
+from data.template import ChatTemplate, Message, check_fit, opening
 from heads.cache import TargetCache
 from heads.config import Config
 from heads.errors import UserError
@@ -83,8 +83,9 @@ def regenerate(
     Args:
         max_length: longest document in tokens; a turn whose prompt leaves no room is an error before anything is generated.
     """
+    check_fit(conversations, template, max_length)
     done = corpus.answered()
-    rows = [_start(c, template, max_length) for c in conversations if c.id not in done]
+    rows = [_start(c, template) for c in conversations if c.id not in done]
     # Like lengths together: less padding. The order is a function of the prompts alone.
     rows.sort(key=lambda row: (len(row.conversation.turns), len(row.ids), row.conversation.id))
     with tqdm(total=len(conversations), initial=len(conversations) - len(rows), unit="prompt", desc="answers by the target") as bar:
@@ -112,16 +113,10 @@ def regenerate(
             bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s")
 
 
-def _start(conversation: Conversation, template: ChatTemplate, max_length: int) -> _Row:
-    messages = [{"role": "system", "content": conversation.system}] if conversation.system else []
-    messages.append({"role": "user", "content": conversation.turns[0]})
+def _start(conversation: Conversation, template: ChatTemplate) -> _Row:
+    messages = opening(conversation)
     rendered = template.render(messages)
     ids = template.encode(rendered)
-    if len(ids) >= max_length:
-        raise UserError(
-            f"the prompt at {conversation.source} is {len(ids)} tokens long, and no answer fits into the context of {max_length}; "
-            "shorten or remove it, or raise max_length"
-        )
     return _Row(conversation, messages, rendered, ids, [0] * len(ids), [], [])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig
 
+from data.prompts import Conversation
 from heads.errors import UserError
 
 Message = dict[str, str]
@@ -94,3 +95,20 @@ class ChatTemplate:
             # The seam lies behind a special token, so tokenising what follows by itself gives the ids of the whole.
             return [*history, *self.encode(text[len(grown) :])], text, True
         return self.encode(text), text, False
+
+
+def opening(conversation: Conversation) -> list[Message]:
+    """The messages before the first answer."""
+    system = [{"role": "system", "content": conversation.system}] if conversation.system else []
+    return [*system, {"role": "user", "content": conversation.turns[0]}]
+
+
+def check_fit(conversations: Sequence[Conversation], template: ChatTemplate, max_length: int) -> None:
+    """Raise UserError for the first prompt that leaves no room for an answer, before anything is generated or written."""
+    for conversation in conversations:
+        ids = template.encode(template.render(opening(conversation)))
+        if len(ids) >= max_length:
+            raise UserError(
+                f"the prompt at {conversation.source} is {len(ids)} tokens long, and no answer fits into the context of {max_length}; "
+                "shorten or remove it, or raise packing.max_length where the target allows it"
+            )

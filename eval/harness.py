@@ -10,14 +10,13 @@ from pydantic import Field
 from tqdm import tqdm
 
 from data.prompts import Conversation, PromptsConfig
-from data.template import ChatTemplate, Message
+from data.template import ChatTemplate, check_fit, opening
 from eval.acceptance import RandomDraws
 from eval.decoder import Generation, decode
 from eval.drafters.base import Drafter
 from eval.drafters.simple import NoneDrafter
 from eval.records import Divergence, PromptRecord
 from heads.config import Config
-from heads.errors import UserError
 from heads.sampling import Sampling
 from heads.target import FrozenTarget
 
@@ -61,22 +60,6 @@ def choose(conversations: Sequence[Conversation], per_category: int | None) -> l
     return chosen
 
 
-def check_fit(conversations: Sequence[Conversation], template: ChatTemplate, max_length: int) -> None:
-    """Raise UserError for the first prompt that leaves the target no room, before anything is decoded."""
-    for conversation in conversations:
-        ids = template.encode(template.render(_opening(conversation)))
-        if len(ids) >= max_length:
-            raise UserError(
-                f"the prompt at {conversation.source} is {len(ids)} tokens long and the target's context is {max_length}; "
-                "shorten or remove it"
-            )
-
-
-def _opening(conversation: Conversation) -> list[Message]:
-    system = [{"role": "system", "content": conversation.system}] if conversation.system else []
-    return [*system, {"role": "user", "content": conversation.turns[0]}]
-
-
 Decode = Callable[[list[int], Drafter, int], Generation]
 
 
@@ -116,7 +99,7 @@ def evaluate(
 
 
 def _warm_up(run: Decode, template: ChatTemplate, drafter: Drafter, conversation: Conversation) -> None:
-    ids = template.encode(template.render(_opening(conversation)))[:64]
+    ids = template.encode(template.render(opening(conversation)))[:64]
     run(ids, drafter, 0)
 
 
@@ -130,7 +113,7 @@ def _conversation(
     baseline: bool,
     number: int,
 ) -> list[PromptRecord]:
-    messages = _opening(conversation)
+    messages = opening(conversation)
     rendered = template.render(messages)
     ids = template.encode(rendered)
     records = []

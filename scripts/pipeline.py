@@ -65,15 +65,14 @@ def open_corpus(recipe: Recipe, target: FrozenTarget, template: ChatTemplate) ->
     return corpus, manifest
 
 
-def claim_run_directory(recipe: Recipe) -> Path:
-    """Make runs/NAME, or check that it is this recipe's: one run never writes into another's."""
+def check_run_directory(recipe: Recipe) -> Path:
+    """runs/NAME, checked to hold nothing but what runs write. Nothing is made: the first file that is written makes it."""
     run_dir = recipe.run_dir
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"{run_dir} is a file; choose another name: in the recipe")
     foreign = [p.name for p in run_dir.iterdir() if p.name not in RUN_FILES and not p.name.startswith(".")] if run_dir.exists() else []
     if foreign:
         raise UserError(f"{run_dir} holds files that no run wrote ({', '.join(sorted(foreign)[:3])}); choose another name: in the recipe")
-    run_dir.mkdir(parents=True, exist_ok=True)
     return run_dir
 
 

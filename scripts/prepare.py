@@ -12,9 +12,10 @@ import time
 
 from data.corpus import TokenCorpus, answer_counts
 from data.regenerate import regenerate
+from data.template import check_fit
 from heads.vocab import DraftVocab
 from scripts.cli import recipe_arguments, run
-from scripts.pipeline import claim_run_directory, corpus_identity, device, open_target, open_template, split_prompts
+from scripts.pipeline import check_run_directory, corpus_identity, device, open_target, open_template, split_prompts
 from train.provenance import write_provenance
 from train.recipe import load_recipe
 from train.strict import dump_recipe
@@ -25,10 +26,11 @@ def main(argv: list[str]) -> None:
     path, overrides, _ = recipe_arguments(argv, "Let the target answer the recipe's prompts and store what it wrote.")
     recipe = load_recipe(path, overrides)
     conversations, _ = split_prompts(recipe)
-    run_dir = claim_run_directory(recipe)
+    run_dir = check_run_directory(recipe)
     template = open_template(recipe)
     target = open_target(recipe, device())
     identity = corpus_identity(recipe, target, template, conversations)
+    check_fit(conversations, template, int(identity["max_length"]))
     corpus = TokenCorpus(recipe.corpus_dir, identity)
     for directory in {run_dir, recipe.corpus_dir}:
         write_provenance(directory, dump_recipe(recipe))

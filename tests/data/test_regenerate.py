@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def test_held_back(total: int, count: int) -> None:
     assert {c.id for c in training} | {c.id for c in validation} == {c.id for c in conversations}
     places = [conversations.index(c) for c in validation]
     assert places == sorted(places)
-    gaps = [b - a for a, b in zip(places, places[1:])]
+    gaps = [b - a for a, b in itertools.pairwise(places)]
     assert not gaps or max(gaps) - min(gaps) <= 1  # spread evenly
 
 

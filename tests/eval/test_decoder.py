@@ -79,7 +79,7 @@ def test_greedy_output_is_the_models_own(family: str) -> None:
     half = DraftVocab(torch.arange(0, VOCAB, 2), VOCAB)
     heads: list[Drafter] = [
         Eagle3Drafter(tiny_head(target, seed=1), target, GREEDY, False),
-        Eagle3Drafter(tiny_head(target, vocab=half, variant="classic", lm_head_init="random", seed=2), target, GREEDY, False),
+        Eagle3Drafter(tiny_head(target, vocab=half, variant="classic", init="paper", seed=2), target, GREEDY, False),
     ]
     new = 12
     accepted = {"oracle": 0, "adversary": 0, "mixed": 0}
@@ -322,7 +322,7 @@ def exact_law(sampling: Sampling) -> torch.Tensor:
 def counts(decodes: int, sampling: Sampling, sample_proposals: bool) -> tuple[torch.Tensor, float]:
     """Counts [V, V, V] of the first three tokens over seeded decodes, and the share of drafts accepted in first cycles."""
     target = small_target()
-    drafter = Eagle3Drafter(tiny_head(target, lm_head_init="target", seed=4), target, sampling, sample_proposals)
+    drafter = Eagle3Drafter(tiny_head(target, init="aligned", seed=4), target, sampling, sample_proposals)
     table = torch.zeros(SMALL, SMALL, SMALL, dtype=torch.float64)
     accepted = 0
     for seed in range(decodes):

@@ -283,7 +283,7 @@ def test_initial_values() -> None:
     assert torch.equal(head.lm_head.weight, target.lm_head[-20:])
     torch.testing.assert_close(head.norm.weight, target.final_norm_weight())
     assert torch.equal(head.target_ids(torch.arange(20)), torch.arange(40, 60))
-    random = tiny_head(target, vocab=vocab, lm_head_init="random", train_lm_head=False)
+    random = tiny_head(target, vocab=vocab, init="paper", train_lm_head=False)
     assert float(random.lm_head.weight.std()) == pytest.approx(0.02, rel=0.15)
     assert not random.lm_head.weight.requires_grad
     assert all(p.requires_grad for n, p in random.named_parameters() if n != "lm_head.weight")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -189,7 +190,7 @@ def test_learning_rate_shape() -> None:
     rates = [learning_rate(config, step, 100) for step in range(100)]
     assert rates[:10] == pytest.approx([2e-4 * (i + 1) for i in range(10)])
     assert rates[10] == pytest.approx(2e-3)
-    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert all(a > b for a, b in itertools.pairwise(rates))
     assert rates[55] == pytest.approx(2e-3 * (0.25 + 0.75 / 2))
     assert learning_rate(config, 100, 100) == pytest.approx(5e-4)
     assert learning_rate(TrainConfig(warmup=0.0), 0, 100) == pytest.approx(1e-4)
@@ -259,7 +260,7 @@ def test_counting_language_is_learnt_at_every_depth(tmp_path: Path) -> None:
     tracker = Recorder()
     run = small_run(
         tmp_path, target=target, depths=4, tracker=tracker, steps=200, learning_rate=1e-2, log_every=50, save_every=1000,
-        head={"lm_head_init": "random"},
+        head={"init": "paper"},
     )  # fmt: skip
     rng = np.random.default_rng(0)
     documents = []

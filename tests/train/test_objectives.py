@@ -67,7 +67,7 @@ def test_plan_equals_brute_force(seed: int, depths: int, pack: bool) -> None:
         assert int(plan.sample[row, column]) == int(batch.document[row, slot])
     assert found == expected
     assert {step for step, _, _ in expected} == set(range(depths))
-    assert 0 <= int(plan.slots.min()) and int(plan.label.max()) < batch.ids.shape[1]
+    assert int(plan.slots.min()) >= 0 and int(plan.label.max()) < batch.ids.shape[1]
 
 
 def test_hand_written_shift() -> None:
