@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import re
 from collections.abc import Sequence
 from enum import Enum
@@ -20,18 +19,10 @@ from pydantic.fields import FieldInfo
 
 from heads.config import Config
 from heads.errors import UserError
+from train.strict_yaml import StrictDumper, parse_yaml
 
 M = TypeVar("M", bound=Config)
 Part = str | int
-
-_INT = re.compile(r"[-+]?(?:[0-9]+(?:_[0-9]+)*|0o[0-7]+|0x[0-9a-fA-F]+)$")
-_FLOAT = re.compile(
-    r"(?:[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?"
-    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-)
-_BOOL = re.compile(r"(?:true|True|TRUE|false|False|FALSE)$")
-_NULL = re.compile(r"(?:~|null|Null|NULL|)$")
-_DIGITS = list("-+.0123456789")
 
 _PHRASES = {
     "int_type": "must be a whole number",
@@ -78,60 +69,6 @@ class RecipeError(UserError):
     """Everything that is wrong with a recipe: a header line, then one line a problem."""
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2 that notes keys given twice, which PyYAML would let pass in silence."""
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self.duplicates: list[str] = []
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        # Checked where nodes are composed: by the time of construction "<<" has already mixed in other mappings' keys.
-        node: yaml.MappingNode = super().compose_mapping_node(anchor)
-        first: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            line = key.start_mark.line + 1
-            earlier = first.get((key.tag, key.value))
-            if earlier is None:
-                first[key.tag, key.value] = line
-            else:
-                self.duplicates.append(f"line {line}: the key {key.value!r} is already given on line {earlier}")
-        return node
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes text that either YAML 1.1 or this module's loader would read as something else."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # PyYAML folds the "next line" character away in its other styles.
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if "\x85" in text else None)
-
-
-def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    text = node.value.replace("_", "")
-    return int(text, 0) if "x" in text or "o" in text else int(text)
-
-
-_Loader.yaml_implicit_resolvers = {}
-_Dumper.add_representer(str, _represent_text)
-_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
-for _tag, _pattern, _first in (
-    ("bool", _BOOL, list("tTfF")),
-    ("int", _INT, _DIGITS),  # before float, whose pattern takes whole numbers too
-    ("float", _FLOAT, _DIGITS),
-    ("null", _NULL, ["~", "n", "N", ""]),
-    ("merge", re.compile(r"<<$"), ["<"]),
-):
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _pattern, _first)
-
-
 def load_strict(path: Path, overrides: Sequence[str], model: type[M]) -> M:
     """Reads a recipe and applies overrides to it.
 
@@ -163,7 +100,7 @@ def load_strict(path: Path, overrides: Sequence[str], model: type[M]) -> M:
 def dump_recipe(model: Config) -> str:
     """The resolved recipe, every default written out; ``load_strict`` reads it back to an equal model."""
     data = model.model_dump(mode="json", round_trip=True)
-    return str(yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120))
+    return str(yaml.dump(data, Dumper=StrictDumper, sort_keys=False, allow_unicode=True, width=120))
 
 
 def describe_keys(model: type[BaseModel]) -> list[tuple[str, str, str]]:
@@ -265,7 +202,7 @@ def _read(path: Path) -> tuple[dict[Any, Any], list[str]]:
     except OSError as error:
         raise UserError(f"recipe {path} cannot be read: {error.strerror}") from None
     try:
-        data, duplicates = _parse(text)
+        data, duplicates = parse_yaml(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -279,18 +216,6 @@ def _read(path: Path) -> tuple[dict[Any, Any], list[str]]:
     return data, duplicates
 
 
-def _parse(text: str) -> tuple[Any, list[str]]:
-    loader = _Loader(text)
-    try:
-        data = loader.get_single_data()
-        json.dumps(data, skipkeys=True, default=str)  # finds what aliases can make: a value inside itself
-        return data, loader.duplicates
-    except (ValueError, RecursionError):
-        raise yaml.YAMLError("a value contains itself or is nested too deeply") from None
-    finally:
-        loader.dispose()
-
-
 def _override(data: dict[Any, Any], text: str, model: type[BaseModel]) -> str | None:
     """Writes one override into data; what is wrong with it, if anything is."""
     key, equals, raw = text.partition("=")
@@ -298,7 +223,7 @@ def _override(data: dict[Any, Any], text: str, model: type[BaseModel]) -> str | 
     if not equals or not all(parts):
         return f"override {text!r}: must be written key=value, as in a.b=1"
     try:
-        value, duplicates = _parse(raw)
+        value, duplicates = parse_yaml(raw)
     except yaml.YAMLError:
         return f"{key} = {raw!r}: not a YAML value; write it in quotes within quotes, as in '{key}=\"...\"'"
     if duplicates:

@@ -87,7 +87,7 @@ def test_interrupted_equals_uninterrupted_bit_for_bit(tmp_path: Path, cache: flo
     with pytest.raises(KeyboardInterrupt):
         killed.train()
     assert files(tmp_path / "cut") == {"step-000003", "last"}
-    resumed = small_run(tmp_path / "cut", head={"layers": 1}, **settings)
+    resumed = small_run(tmp_path / "cut", **settings)
     with torch.no_grad():
         for parameter in resumed.head.parameters():
             parameter.zero_()  # nothing may be left of what it started with
@@ -99,8 +99,8 @@ def test_interrupted_equals_uninterrupted_bit_for_bit(tmp_path: Path, cache: flo
         assert one.keys() == two.keys() and len(one) > 5
         for key, value in one.items():
             assert torch.equal(value, two[key]), f"{name} {key}"
-    start = load_file(tmp_path / "whole/checkpoints/step-000003/head.safetensors")
-    assert not torch.equal(start["fc.weight"], one["fc.weight"] if "fc.weight" in one else weights(resumed)["fc.weight"])
+    third, sixth = (load_file(tmp_path / f"whole/checkpoints/step-00000{step}/head.safetensors") for step in (3, 6))
+    assert not torch.equal(third["fc.weight"], sixth["fc.weight"])
     assert (tmp_path / "whole/checkpoints/step-000006/progress.json").read_text() == (
         tmp_path / "cut/checkpoints/step-000006/progress.json"
     ).read_text()
@@ -259,7 +259,7 @@ def test_counting_language_is_learnt_at_every_depth(tmp_path: Path) -> None:
     target = counting_target()
     tracker = Recorder()
     run = small_run(
-        tmp_path, target=target, depths=4, tracker=tracker, steps=200, learning_rate=1e-2, log_every=50, save_every=1000,
+        tmp_path, target=target, depths=4, tracker=tracker, steps=100, learning_rate=1e-2, log_every=50, save_every=1000,
         head={"init": "paper"},
     )  # fmt: skip
     rng = np.random.default_rng(0)
@@ -293,7 +293,7 @@ def test_counting_language_is_learnt_at_every_depth(tmp_path: Path) -> None:
             assert drafted == [(start + 5 + k) % COUNT for k in range(4)]
 
 
-def test_head_of_a_frozen_random_lm_head_still_learns(tmp_path: Path) -> None:
+def test_head_under_a_frozen_lm_head_still_learns(tmp_path: Path) -> None:
     """The loss falls although the LM head stays: the gradient goes through it."""
     tracker = Recorder()
     run = small_run(tmp_path, tracker=tracker, steps=30, head={"train_lm_head": False}, log_every=1)

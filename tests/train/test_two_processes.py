@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from heads.errors import UserError
 from tests.train.runs import small_run, weights
 from tests.train.worker_two_processes import train
 
@@ -47,8 +48,6 @@ def test_batch_must_divide_over_processes(tmp_path: Path) -> None:
     class Two:
         num_processes = 2
         is_main_process = True
-
-    from heads.errors import UserError
 
     with pytest.raises(UserError, match=r"with 2 processes and train\.micro_batch_size 4 it must be a multiple of 8"):
         small_run(tmp_path, accelerator=Two(), micro_batch_size=4)  # type: ignore[arg-type]
