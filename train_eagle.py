@@ -79,10 +79,6 @@ def main(argv: list[str]) -> None:
     counts = answer_counts(corpus, int(manifest["vocab_size"]))
     head = build_head(recipe, target, counts, template.stop_ids).to(accelerator.device)
     prompts = validation[: recipe.train.eval_prompts]
-    resolved = dump_recipe(recipe)
-    if accelerator.is_main_process:
-        write_provenance(run_dir, resolved)
-    accelerator.wait_for_everyone()
     training = Run(
         accelerator=accelerator,
         target=target,
@@ -92,11 +88,16 @@ def main(argv: list[str]) -> None:
         checkpoints=run_dir / "checkpoints",
         tracker=make_tracker(recipe.trackers, run_dir, recipe.name, recipe.model_dump(mode="json"), False),
         measure=lambda: validation_measure(recipe, accelerator, target, template, head, prompts),
-        provenance={name: (run_dir / name).read_text() for name in PROVENANCE},
+        provenance={},
     )
     resumed = training.resume()
     if not resumed and (run_dir / "checkpoints").exists() and any((run_dir / "checkpoints").glob("step-*")):
         raise UserError(f"no checkpoint in {run_dir / 'checkpoints'} is whole; remove that directory to start again")
+    # Only now: a start that is refused leaves the recipe of the run that is there.
+    if accelerator.is_main_process:
+        write_provenance(run_dir, dump_recipe(recipe))
+    accelerator.wait_for_everyone()
+    training.provenance = {name: (run_dir / name).read_text() for name in PROVENANCE}
     step = training.progress.step if resumed else 0
     training.tracker = make_tracker(
         recipe.trackers,

@@ -233,7 +233,7 @@ def _choose(logits: torch.Tensor, sampling: Sampling, streams: Sequence[np.rando
 def held_back(conversations: Sequence[Conversation], count: int) -> tuple[list[Conversation], list[Conversation]]:
     """Split off ``count`` conversations, spread evenly, that training never sees: (training, validation)."""
     if count >= len(conversations):
-        raise UserError(f"prompts.validation is {count}, and there are only {len(conversations)} prompts; hold back fewer")
+        raise UserError(f"validation is {count}, and there are only {len(conversations)} prompts; hold back fewer")
     step = len(conversations) / max(count, 1)
     chosen = {int(step * i + step / 2) for i in range(count)}
     train = [c for i, c in enumerate(conversations) if i not in chosen]

@@ -28,7 +28,8 @@ def main(argv: list[str]) -> None:
     conversations, _ = split_prompts(recipe)
     run_dir = check_run_directory(recipe)
     template = open_template(recipe)
-    target = open_target(recipe, device())
+    # Taps are not read here, but wrong ones are told before hours of answers rather than after.
+    target = open_target(recipe, device(), recipe.head.taps)
     identity = corpus_identity(recipe, target, template, conversations)
     check_fit(conversations, template, int(identity["max_length"]))
     corpus = TokenCorpus(recipe.corpus_dir, identity)

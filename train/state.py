@@ -117,7 +117,10 @@ def prune(directory: Path, keep: int, best_step: int) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
         else:
             leftover.unlink(missing_ok=True)
-    for checkpoint in sorted(directory.glob("step-*"), reverse=True)[keep:]:
+    last = os.readlink(directory / "last")
+    # Beyond `last` lie only damaged ones that a resume skipped: they must not push out those that are whole.
+    known = [c for c in sorted(directory.glob("step-*"), reverse=True) if c.name <= last]
+    for checkpoint in known[keep:]:
         if checkpoint.name != f"step-{best_step:06d}":
             shutil.rmtree(checkpoint)
 

@@ -120,12 +120,12 @@ def test_a_killed_preparation_continues(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(scripts.prepare, "device", lambda: torch.device("cpu"))
     target = save_tiny_target(tmp_path / "target")
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"turns": [f"say {i}", "more"][: 1 + i % 2]}) + "\n" for i in range(161)))
+    prompts.write_text("".join(json.dumps({"turns": [f"say {i}", "more"][: 1 + i % 2]}) + "\n" for i in range(51)))
     toy = (REPOSITORY / "tests/toy.yaml").read_text().replace("TARGET", str(target)).replace("PROMPTS", str(prompts))
     (tmp_path / "toy.yaml").write_text(toy)
 
     def arguments(runs: str) -> list[str]:
-        options = ["regenerate.batch_size=2", "validation=1", "regenerate.max_new_tokens=16"]
+        options = ["regenerate.batch_size=2", "validation=1", "regenerate.max_new_tokens=12"]
         return [str(tmp_path / "toy.yaml"), f"runs={tmp_path / runs}", *options]
 
     directory = tmp_path / "killed/toy/corpus"
@@ -144,7 +144,7 @@ def test_a_killed_preparation_continues(tmp_path: Path, monkeypatch: pytest.Monk
         process.kill()
     assert process.wait() == -signal.SIGKILL
     shards = {p.name: p.read_bytes() for p in directory.glob("shard-*")}
-    assert 3 <= len(shards) < 80 and not (directory / "manifest.json").exists()
+    assert 3 <= len(shards) < 25 and not (directory / "manifest.json").exists()
 
     scripts.prepare.main(arguments("killed"))
     scripts.prepare.main(arguments("whole"))
@@ -153,8 +153,8 @@ def test_a_killed_preparation_continues(tmp_path: Path, monkeypatch: pytest.Monk
     assert all((directory / name).read_bytes() == data for name, data in shards.items())  # write-once
     wanted = {c.id for c in load_prompts(PromptsConfig(source=str(prompts)))}
     answered = [d.conversation for d in continued.documents()] + [d.conversation for d in continued.dropped()]
-    assert len(set(answered)) == 160 and set(answered) < wanted  # one is held back for validation
+    assert len(set(answered)) == 50 and set(answered) < wanted  # one is held back for validation
     assert content(continued) == content(whole)
     assert list(continued.dropped()) == list(whole.dropped())
     # Random answers end by length, so no conversation gave two documents.
-    assert len(answered) == 160
+    assert len(answered) == 50

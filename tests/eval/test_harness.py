@@ -102,9 +102,7 @@ def test_without_a_baseline_its_fields_are_zero(target: FrozenTarget, template: 
     assert (record.plain_tokens, record.plain_seconds, record.plain_cpu_seconds, record.divergence) == (0, 0.0, 0.0, None)
 
 
-def test_a_wrong_rule_shows_as_divergence(
-    target: FrozenTarget, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_rule_shows_as_divergence(target: FrozenTarget, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eval.decoder, "accept_greedy", lambda best, drafts: (len(drafts), best[len(drafts)]))
     (record,) = evaluate(target, template, Listener(), [talk("Hi")], CONFIG, progress=False)
     # Token 0 comes from prefill; the first draft, 7, is the first that can be wrong.
