@@ -281,7 +281,12 @@ def test_initial_values() -> None:
     vocab = DraftVocab.from_counts(counts, 20)
     head = tiny_head(target, vocab=vocab)
     assert torch.equal(head.lm_head.weight, target.lm_head[-20:])
-    torch.testing.assert_close(head.norm.weight, target.final_norm_weight())
+    torch.testing.assert_close(head.norm.weight, target.final_norm_weight() * 0.3)
+    # Aligned: what comes out of an untrained head is close to the highest tap as fused.
+    taps = torch.randn(1, 8, len(target.taps) * target.hidden_size)
+    _, state, _ = head.extend(taps, None, torch.randn(1, 8, target.hidden_size), torch.arange(8)[None], [])
+    high = taps[..., -target.hidden_size :]
+    assert torch.cosine_similarity(state / head.norm.weight, high, dim=-1).mean().item() > 0.7
     assert torch.equal(head.target_ids(torch.arange(20)), torch.arange(40, 60))
     random = tiny_head(target, vocab=vocab, init="paper", train_lm_head=False)
     assert float(random.lm_head.weight.std()) == pytest.approx(0.02, rel=0.15)

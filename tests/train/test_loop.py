@@ -113,11 +113,16 @@ def test_kept_features_skip_the_target(tmp_path: Path, monkeypatch: pytest.Monke
     run.train()
     assert sorted(calls) == list(range(len(run.rows)))  # each row once, in many epochs
     batch = run.rows.batch([2, 0])
-    kept, fresh = run.features(batch), run_target(run.target, batch)
+    (kept, statistics), fresh = run.features(batch), run_target(run.target, batch)
     used = batch.ids > 0
     assert kept.taps is not None and fresh.taps is not None
     torch.testing.assert_close(kept.hidden[used], fresh.hidden[used], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(kept.taps[used], fresh.taps[used], atol=1e-5, rtol=1e-5)
+    assert statistics is not None
+    log_p = run.target.logits(fresh.hidden).log_softmax(-1)
+    inside = log_p[..., run.head.vocab.target_ids].logsumexp(-1)
+    torch.testing.assert_close(statistics.log_mass[used], inside[used], atol=1e-5, rtol=1e-5)
+    assert torch.equal(statistics.best[used], log_p.argmax(-1)[used])
 
 
 @pytest.mark.parametrize("victim", ["head.safetensors", "optimizer.safetensors", "progress.json", "manifest.json"])
@@ -168,11 +173,11 @@ def test_non_finite_loss_stops_before_the_optimizer(tmp_path: Path) -> None:
     features = run.features
     rows = run.order.update(2, 4)
 
-    def poisoned(batch: Any) -> TargetOutput:
-        output = features(batch)
+    def poisoned(batch: Any) -> tuple[TargetOutput, Any]:
+        output, statistics = features(batch)
         assert output.taps is not None
         bad = run.progress.step == 2 and rows[-1] in batch.rows
-        return TargetOutput(output.hidden, output.taps * float("nan")) if bad else output
+        return (TargetOutput(output.hidden, output.taps * float("nan")) if bad else output), statistics
 
     run.features = poisoned  # type: ignore[assignment]
     with pytest.raises(FloatingPointError, match="step 3 is nan") as error:
@@ -190,7 +195,7 @@ def test_learning_rate_shape() -> None:
     rates = [learning_rate(config, step, 100) for step in range(100)]
     assert rates[:10] == pytest.approx([2e-4 * (i + 1) for i in range(10)])
     assert rates[10] == pytest.approx(2e-3)
-    assert all(a > b for a, b in itertools.pairwise(rates))
+    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
     assert rates[55] == pytest.approx(2e-3 * (0.25 + 0.75 / 2))
     assert learning_rate(config, 100, 100) == pytest.approx(5e-4)
     assert learning_rate(TrainConfig(warmup=0.0), 0, 100) == pytest.approx(1e-4)
