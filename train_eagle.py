@@ -8,6 +8,7 @@ Killed and started again, it continues from the newest whole checkpoint.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
@@ -127,9 +128,19 @@ def describe(head: Eagle3Head, rows: PackedRows, counts: torch.Tensor, training:
         f"{len(rows.documents)} documents in {len(rows)} rows, {rows.fill:.0%} full, {anchors:,} slots with loss; "
         f"{rows.cut} documents cut at packing.max_length, {rows.without_loss} without loss left out\n"
         f"{training.steps} steps on {training.accelerator.num_processes} process(es)"
+        + _threads_hint(training.accelerator)
         + (f"; continuing from step {training.progress.step}" if resumed else ""),
         flush=True,
     )
+
+
+def _threads_hint(accelerator: Accelerator) -> str:
+    """A sentence where the CPU's cores lie idle: accelerate launch sets one thread a process unless told otherwise."""
+    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+    if accelerator.device.type != "cpu" or threads * accelerator.num_processes >= cores:
+        return ""
+    best = cores // accelerator.num_processes
+    return f", {threads} thread(s) each on {cores} cores: OMP_NUM_THREADS={best} before the command is faster"
 
 
 def finish(run_dir: Path, tau: float, step: int, seconds: float, argv: list[str]) -> None:

@@ -24,5 +24,7 @@ if [ ! -e "$stamp" ]; then
     touch "$stamp"
 fi
 
+# accelerate launch would give each process a single thread where this is not set.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$(nproc 2>/dev/null || python -c 'import os; print(os.cpu_count() or 1)')}"
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
