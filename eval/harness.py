@@ -39,6 +39,9 @@ class EvaluateConfig(Config):
     proposals: Literal["greedy", "sampled"] = "sampled"
     """At temperature above 0: draw drafts from the head (rule 2.2) or take its argmax (rule 2.3). At 0 they are argmax."""
     seed: int = 0
+    plain_prompts: int | None = Field(default=None, ge=0)
+    """Prompts that the target also decodes alone, spread over the set, to compare speeds; None: all. The output of every other greedy
+    prompt is still checked, by one forward of the target over it."""
     bootstrap: int = Field(default=10000, ge=100)
     """Resamples behind each interval."""
     checkpoint: str = "best"
@@ -47,6 +50,13 @@ class EvaluateConfig(Config):
     @property
     def sampling(self) -> Sampling:
         return Sampling(temperature=self.temperature, top_p=self.top_p)
+
+
+def spread(count: int, chosen: int | None) -> frozenset[int]:
+    """``chosen`` of the numbers 0..count-1 at even distances; None: all."""
+    if chosen is None or chosen >= count:
+        return frozenset(range(count))
+    return frozenset(int((i + 0.5) * count / chosen) for i in range(chosen))
 
 
 def choose(conversations: Sequence[Conversation], per_category: int | None) -> list[Conversation]:
@@ -73,12 +83,13 @@ def evaluate(
     baseline: bool = True,
     progress: bool = True,
 ) -> list[PromptRecord]:
-    """Decode every turn of every conversation with the drafter, and (baseline) with the target alone beside it.
+    """Decode every turn of every conversation with the drafter, and (baseline) config.plain_prompts of them with the target alone too.
 
     The two take turns in going first, so that drift of the machine's speed falls on both. The second turn of a conversation follows the
-    speculative answer of the first. Without a baseline its fields are 0.
+    speculative answer of the first. Without a baseline nothing is compared or checked, and its fields are 0.
     """
     check_fit(conversations, template, target.max_length)
+    timed = spread(len(conversations), config.plain_prompts) if baseline else frozenset()
 
     def run(ids: list[int], by: Drafter, seed: int) -> Generation:
         return decode(
@@ -86,12 +97,12 @@ def evaluate(
             stop_ids=template.stop_ids, sampling=config.sampling, draws=RandomDraws(seed),
         )  # fmt: skip
 
-    if baseline and conversations:
+    if timed:
         _warm_up(run, template, drafter, conversations[0])
     records: list[PromptRecord] = []
     with tqdm(conversations, unit="prompt", desc="decoding", disable=not progress, leave=progress) as bar:
-        for conversation in bar:
-            records += _conversation(target, template, drafter, conversation, config, run, baseline, len(records))
+        for index, conversation in enumerate(bar):
+            records += _conversation(target, template, drafter, conversation, config, run, index in timed, baseline, len(records))
             cycles = sum(len(r.cycles) for r in records)
             accepted = sum(c.accepted for r in records for c in r.cycles)
             bar.set_postfix_str(f"acceptance length {1 + accepted / max(cycles, 1):.2f}")
@@ -110,7 +121,8 @@ def _conversation(
     conversation: Conversation,
     config: EvaluateConfig,
     run: Decode,
-    baseline: bool,
+    timed: bool,
+    check: bool,
     number: int,
 ) -> list[PromptRecord]:
     messages = opening(conversation)
@@ -120,13 +132,18 @@ def _conversation(
     for turn in range(len(conversation.turns)):
         seed = config.seed + number + turn
         plain: Generation | None = None
-        if baseline and (number + turn) % 2:
+        if timed and (number + turn) % 2:
             plain = run(ids, NoneDrafter(), seed)
         fast = run(ids, drafter, seed)
-        if baseline and plain is None:
+        if timed and plain is None:
             plain = run(ids, NoneDrafter(), seed)
-        divergence = first_divergence(target, ids, plain.tokens, fast.tokens) if plain and config.sampling.greedy else None
-        records.append(_record(conversation, turn, len(ids), fast, plain, divergence))
+        checked = check and config.sampling.greedy
+        divergence = None
+        if checked and plain:
+            divergence = first_divergence(target, ids, plain.tokens, fast.tokens)
+        elif checked:
+            divergence = first_departure(target, ids, fast.tokens)
+        records.append(_record(conversation, turn, len(ids), fast, plain, checked, divergence))
         if turn + 1 < len(conversation.turns):
             messages += [
                 {"role": "assistant", "content": template.answer_text(fast.tokens)},
@@ -144,6 +161,7 @@ def _record(
     prompt: int,
     fast: Generation,
     plain: Generation | None,
+    checked: bool,
     divergence: Divergence | None,
 ) -> PromptRecord:
     return PromptRecord(
@@ -161,6 +179,7 @@ def _record(
         speculative_cpu_seconds=fast.cpu_seconds,
         draft_seconds=fast.draft_seconds,
         verify_seconds=fast.verify_seconds,
+        checked=checked,
         divergence=divergence,
     )
 
@@ -176,3 +195,19 @@ def first_divergence(target: FrozenTarget, prompt: Sequence[int], expected: Sequ
     top = target.logits(target.forward(ids, taps=False).hidden[0, -1]).float().topk(2).values
     end = -1  # one output ended where the other went on
     return Divergence(at, expected[at] if at < len(expected) else end, got[at] if at < len(got) else end, float(top[0] - top[1]))
+
+
+@torch.no_grad()
+def first_departure(target: FrozenTarget, prompt: Sequence[int], got: Sequence[int]) -> Divergence | None:
+    """The first token of a greedy output that is not the target's argmax after all before it, by one forward over prompt and output.
+
+    None where there is none: then the output is the target's own, as far as it goes.
+    """
+    ids = torch.tensor([[*prompt, *got[:-1]]], device=target.device)
+    logits = target.logits(target.forward(ids, taps=False).hidden[0, len(prompt) - 1 :])
+    best = logits.argmax(-1).tolist()
+    for at, (expected, token) in enumerate(zip(best, got, strict=True)):
+        if expected != token:
+            top = logits[at].float().topk(2).values
+            return Divergence(at, expected, token, float(top[0] - top[1]))
+    return None

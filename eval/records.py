@@ -41,7 +41,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One turn of one prompt, decoded twice: by the target alone and speculatively."""
+    """One turn of one prompt, decoded speculatively, and by the target alone where speeds are compared."""
 
     prompt_id: str
     category: str
@@ -52,6 +52,7 @@ class PromptRecord:
     cycles: tuple[Cycle, ...]
     finish: Finish
     plain_tokens: int
+    """Tokens of plain decoding; 0 where the prompt was not decoded by the target alone."""
     plain_seconds: float
     """Wall seconds of plain decoding, prefill included."""
     speculative_seconds: float
@@ -62,5 +63,7 @@ class PromptRecord:
     """Wall seconds of the speculative run spent in the drafter."""
     verify_seconds: float
     """Wall seconds of the speculative run spent in the target's verification forwards."""
+    checked: bool
+    """Whether the output was compared with the target's own greedy choice, token by token."""
     divergence: Divergence | None
     """None where the outputs are equal, or where sampling makes the comparison meaningless."""

@@ -37,9 +37,10 @@ DEFINITIONS: dict[str, str] = {
     "least k. Conditional: r_k / r_(k-1), with r_0 = 1.",
     "95 % interval": "Percentile bootstrap over prompts; all turns of a prompt are resampled together.",
     "tokens/s": "All output tokens / all wall seconds, prefill included; plain decoding is the same target in the same "
-    "process on the same prompts.",
+    "process on the same prompts (those that both decoded).",
     "seconds per output token": "Median over requests of wall seconds, prefill included / output tokens.",
-    "lossless": "The greedy speculative output equals the target's own greedy output, token by token. Gap: difference "
+    "lossless": "The greedy speculative output equals the target's own greedy output, token by token: decoded beside it, or, for "
+    "prompts that were not, its argmax in one forward over the output. Gap: difference "
     "of the target's two highest logits at the first unequal token (near 0: a rounding tie).",
 }
 
@@ -209,7 +210,7 @@ def _speed_section(summary: Summary) -> list[str]:
     return [
         "## Speed",
         _table(("quantity", "plain", "speculative"), rows),
-        f"Ratio of tokens/s: {_number(s.ratio)} (95 % interval {_interval(s.ratio_interval)}).",
+        f"Ratio of tokens/s: {_number(s.ratio)} (95 % interval {_interval(s.ratio_interval)}), over {s.requests:,} requests.",
         shares,
         _defined("tokens/s", "seconds per output token"),
     ]

@@ -76,7 +76,11 @@ class Category:
 
 @dataclass(frozen=True)
 class Speed:
-    """Pooled over requests; wall clock with prefill. What needs plain decoding is None where it was not run."""
+    """Pooled over requests, those that the target decoded alone too where there are such; wall clock with prefill.
+    What needs plain decoding is None where it was not run at all."""
+
+    requests: int
+    """Requests behind these figures."""
 
     plain_tokens_per_second: float | None
     speculative_tokens_per_second: float | None
@@ -254,6 +258,7 @@ def by_category(records: Sequence[PromptRecord], cycles: Sequence[Sequence[Cycle
 
 def speed(records: Sequence[PromptRecord], *, bootstrap: int, seed: int) -> Speed:
     """Tokens/s = all tokens / all wall seconds, so that a long answer weighs by its length."""
+    records = [record for record in records if record.plain_tokens > 0 and record.plain_seconds > 0] or records
     tokens = sum(record.output_tokens for record in records)
     seconds = sum(record.speculative_seconds for record in records)
     draft = sum(record.draft_seconds for record in records)
@@ -272,6 +277,7 @@ def speed(records: Sequence[PromptRecord], *, bootstrap: int, seed: int) -> Spee
             seed=seed,
         )
     return Speed(
+        requests=len(records),
         plain_tokens_per_second=plain,
         speculative_tokens_per_second=with_head,
         ratio=_ratio(with_head, plain) if with_head is not None and plain is not None else None,
@@ -292,15 +298,15 @@ def lossless(records: Sequence[PromptRecord], *, greedy: bool) -> Lossless:
     """Compares with the target's own greedy output; an output that only ends elsewhere is a divergence too."""
     if not greedy:
         return Lossless("not compared (sampled)", 0, 0, (), None)
-    compared = [record for record in records if record.plain_tokens > 0]
+    compared = [record for record in records if record.checked]
     if not compared:
-        return Lossless("not compared (no plain decoding)", 0, 0, (), None)
+        return Lossless("not compared (not checked)", 0, 0, (), None)
     found = []
     for record in compared:
         at = record.divergence
         if at is not None:
             found.append(DivergenceAt(record.prompt_id, record.turn, at.position, at.expected, at.got, at.gap))
-        elif record.output_tokens != record.plain_tokens:
+        elif record.plain_tokens and record.output_tokens != record.plain_tokens:
             end = min(record.output_tokens, record.plain_tokens)
             found.append(DivergenceAt(record.prompt_id, record.turn, end, None, None, None))
     gaps = [at.gap for at in found if at.gap is not None]

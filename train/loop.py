@@ -110,11 +110,15 @@ class Features:
     def _row(self, row: int) -> tuple[TargetOutput, LabelStatistics]:
         if row in self._kept:
             return self._kept[row]
-        output = run_target(self.target, self.rows.batch([row]).to(self.target.device))
+        batch = self.rows.batch([row]).to(self.target.device)
+        output = run_target(self.target, batch)
         assert output.taps is not None
-        labels = Labels(output.hidden[0], self.target.lm_head, self._draft_ids, self.target.softcap)
-        found = label_statistics(labels)
-        statistics = LabelStatistics(found.log_mass[None], found.best[None])
+        # Only where a label can be: the logits over the whole vocabulary cost a third as much as the target's layers on a small target.
+        written = batch.mask[0]
+        found = label_statistics(Labels(output.hidden[0, written], self.target.lm_head, self._draft_ids, self.target.softcap))
+        log_mass = torch.zeros(written.shape, device=written.device).masked_scatter(written, found.log_mass)
+        best = torch.zeros(written.shape, dtype=torch.int64, device=written.device).masked_scatter(written, found.best)
+        statistics = LabelStatistics(log_mass[None], best[None])
         size = (output.hidden.numel() + output.taps.numel()) * output.hidden.element_size()
         if size <= self._budget:
             self._budget -= size

@@ -13,7 +13,7 @@ from data.template import ChatTemplate
 from eval.drafters.base import Proposal
 from eval.drafters.eagle3 import Eagle3Drafter
 from eval.drafters.simple import NoneDrafter
-from eval.harness import EvaluateConfig, choose, evaluate, first_divergence
+from eval.harness import EvaluateConfig, choose, evaluate, first_departure, first_divergence, spread
 from eval.records import PromptRecord
 from heads.errors import UserError
 from heads.sampling import Sampling
@@ -102,12 +102,29 @@ def test_without_a_baseline_its_fields_are_zero(target: FrozenTarget, template: 
     assert (record.plain_tokens, record.plain_seconds, record.plain_cpu_seconds, record.divergence) == (0, 0.0, 0.0, None)
 
 
-def test_a_wrong_rule_shows_as_divergence(target: FrozenTarget, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("plain", [None, 0])
+def test_a_wrong_rule_shows_as_divergence(
+    target: FrozenTarget, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch, plain: int | None
+) -> None:
     monkeypatch.setattr(eval.decoder, "accept_greedy", lambda best, drafts: (len(drafts), best[len(drafts)]))
-    (record,) = evaluate(target, template, Listener(), [talk("Hi")], CONFIG, progress=False)
+    config = CONFIG.model_copy(update={"plain_prompts": plain})
+    (record,) = evaluate(target, template, Listener(), [talk("Hi")], config, progress=False)
+    assert record.checked and bool(record.plain_tokens) == (plain is None)
     # Token 0 comes from prefill; the first draft, 7, is the first that can be wrong.
     assert record.divergence is not None and record.divergence.position == 1
     assert record.divergence.got == 7 != record.divergence.expected and record.divergence.gap > 0
+
+
+def test_some_prompts_are_timed_and_all_are_checked(target: FrozenTarget, template: ChatTemplate) -> None:
+    prompts = [talk(f"Number {i}") for i in range(6)]
+    records = evaluate(target, template, Listener(), prompts, CONFIG.model_copy(update={"plain_prompts": 2}), progress=False)
+    assert [bool(r.plain_tokens) for r in records] == [False, True, False, False, True, False]
+    assert all(r.checked and r.divergence is None for r in records)
+
+
+def test_spread_takes_even_distances() -> None:
+    assert spread(5, None) == spread(5, 9) == frozenset(range(5))
+    assert spread(10, 0) == frozenset() and spread(9, 3) == frozenset({1, 4, 7})
 
 
 def test_sampled_outputs_are_not_compared(target: FrozenTarget, template: ChatTemplate) -> None:
@@ -140,6 +157,23 @@ def test_first_divergence(target: FrozenTarget, expected: list[int], got: list[i
     prefix = torch.tensor([prompt + expected[: found[0]]])
     ordered = target.model(input_ids=prefix, use_cache=False).logits[0, -1].sort(descending=True).values
     assert divergence.gap == pytest.approx(float(ordered[0] - ordered[1]), abs=1e-4)
+
+
+def test_first_departure_agrees_with_decoding_step_by_step(target: FrozenTarget) -> None:
+    prompt, output = [10, 11, 12], [5]
+    for _ in range(6):
+        logits = target.model(input_ids=torch.tensor([prompt + output]), use_cache=False).logits[0, -1]
+        output.append(int(logits.argmax()))
+    first = int(target.model(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].argmax())
+    departed = first_departure(target, prompt, output)
+    if first == 5:
+        assert departed is None
+    else:
+        assert departed is not None and (departed.position, departed.expected, departed.got) == (0, first, 5)
+    assert first_departure(target, [*prompt, 5], output[1:]) is None
+    wrong = [*output[1:4], (output[4] + 1) % 259, *output[5:]]
+    departed = first_departure(target, [*prompt, 5], wrong)
+    assert departed is not None and (departed.position, departed.expected) == (3, output[4]) and departed.gap > 0
 
 
 def test_equal_outputs_do_not_diverge(target: FrozenTarget) -> None:

@@ -48,6 +48,7 @@ def records() -> list[PromptRecord]:
                 speculative_cpu_seconds=1.0,
                 draft_seconds=0.1,
                 verify_seconds=0.3,
+                checked=True,
                 divergence=Divergence(3, 5, 6, 0.000125) if i == 4 else None,
             )
         )
@@ -130,10 +131,10 @@ def test_headline(summary: Summary) -> None:
 
 def test_one_prompt_without_plain_decoding(tmp_path: Path) -> None:
     """The smallest report: no intervals, no ratio, nothing accepted or even proposed."""
-    one = dataclasses.replace(records()[0], cycles=(Cycle(0, 0, 1),), output_tokens=2, plain_tokens=0, plain_seconds=0.0, divergence=None)
+    one = dataclasses.replace(records()[0], cycles=(Cycle(0, 0, 1),), output_tokens=2, plain_tokens=0, plain_seconds=0.0, checked=False, divergence=None)
     summary = summarise([one], greedy=True)
     write_report(tmp_path / "r", summary, [one], {})
-    assert "no interval" in headline(summary) and "not compared (no plain decoding)" in headline(summary)
+    assert "no interval" in headline(summary) and "not compared (not checked)" in headline(summary)
     assert "nan" not in (tmp_path / "r" / "report.md").read_text()
 
 

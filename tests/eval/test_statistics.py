@@ -27,7 +27,7 @@ def record(prompt_id: str, cycles: list[Cycle], *, category: str = "chat", turn:
     base = PromptRecord(
         prompt_id=prompt_id, category=category, turn=turn, prompt_tokens=5, output_tokens=tokens, cycles=tuple(cycles),
         finish="stop", plain_tokens=tokens, plain_seconds=2.0, speculative_seconds=1.0, plain_cpu_seconds=4.0,
-        speculative_cpu_seconds=1.5, draft_seconds=0.2, verify_seconds=0.6, divergence=None,
+        speculative_cpu_seconds=1.5, draft_seconds=0.2, verify_seconds=0.6, checked=True, divergence=None,
     )  # fmt: skip
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
 
@@ -265,8 +265,16 @@ def test_lossless() -> None:
     assert (sampled.status, sampled.compared, sampled.divergences) == ("not compared (sampled)", 0, ())
 
 
+def test_speeds_are_compared_on_prompts_that_both_decoded() -> None:
+    alone = record("a", [full(1)], plain_tokens=0, plain_seconds=0.0, speculative_seconds=100.0)
+    both = [record("b", [full(1)]), record("c", [full(2)])]
+    summary = summarise([alone, *both], greedy=True, bootstrap=50)
+    assert summary.speed == summarise(both, greedy=True, bootstrap=50).speed and summary.speed.requests == 2
+    assert summary.lossless.compared == 3  # checked by a forward, though not decoded
+
+
 def test_without_plain_decoding_there_is_no_ratio() -> None:
-    records = [record("a", [full(1)], plain_tokens=0, plain_seconds=0.0), record("b", [full(1)])]
+    records = [record(name, [full(1)], plain_tokens=0, plain_seconds=0.0) for name in "ab"]
     speed = summarise(records, greedy=True, bootstrap=50).speed
     assert speed.ratio is None and speed.ratio_interval is None and speed.plain_tokens_per_second is None
     assert speed.plain_cpu_seconds_per_token is None and speed.speculative_tokens_per_second == 3
