@@ -19,7 +19,8 @@ from data.corpus import answer_counts
 from data.packing import PackedRows
 from data.prompts import Conversation
 from data.template import ChatTemplate
-from eval.drafters.eagle3 import Eagle3Drafter
+from eval.drafters.build import head_drafter
+from eval.drafters.shape import ShapeConfig
 from eval.harness import evaluate
 from heads.eagle3 import Eagle3Architecture, Eagle3Head
 from heads.errors import UserError
@@ -27,7 +28,7 @@ from heads.sampling import Sampling
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocab
 from scripts.cli import recipe_arguments, run
-from scripts.pipeline import PROVENANCE, check_run_directory, open_corpus, open_target, open_template, split_prompts
+from scripts.pipeline import PROVENANCE, check_run_directory, open_corpus, open_features, open_target, open_template, split_prompts
 from train.loop import Run
 from train.objectives import TrainingTimeTest
 from train.provenance import write_provenance
@@ -54,8 +55,8 @@ def validation_measure(
     prompts: list[Conversation],
 ) -> float:
     """Acceptance length on the validation prompts, greedy, shared out over the processes."""
-    config = recipe.evaluate.model_copy(update={"max_new_tokens": recipe.train.eval_max_new_tokens, "temperature": 0.0})
-    drafter = Eagle3Drafter(head, target, Sampling(), sample_proposals=False)
+    config = recipe.evaluate.model_copy(update={"max_new_tokens": recipe.train.eval_max_new_tokens, "temperature": 0.0, "batch_size": recipe.train.eval_prompts})
+    drafter = head_drafter(head, target, Sampling(), False, ShapeConfig())
     own = prompts[accelerator.process_index :: accelerator.num_processes]
     head.eval()
     records = evaluate(target, template, drafter, own, config, baseline=False, progress=False)
@@ -77,6 +78,7 @@ def main(argv: list[str]) -> None:
     target = open_target(recipe, accelerator.device, recipe.head.taps)
     corpus, manifest = open_corpus(recipe, target, template)
     rows = PackedRows(list(corpus.documents()), recipe.packing)
+    store = open_features(recipe, target)
     counts = answer_counts(corpus, int(manifest["vocab_size"]))
     head = build_head(recipe, target, counts, template.stop_ids).to(accelerator.device)
     prompts = validation[: recipe.train.eval_prompts]
@@ -90,6 +92,7 @@ def main(argv: list[str]) -> None:
         tracker=make_tracker(recipe.trackers, run_dir, recipe.name, recipe.model_dump(mode="json"), False),
         measure=lambda: validation_measure(recipe, accelerator, target, template, head, prompts),
         provenance={},
+        store=store,
     )
     resumed = training.resume()
     if not resumed and (run_dir / "checkpoints").exists() and any((run_dir / "checkpoints").glob("step-*")):
@@ -122,11 +125,13 @@ def describe(head: Eagle3Head, rows: PackedRows, counts: torch.Tensor, training:
     """Print what is about to be trained."""
     trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
     anchors = rows.totals(range(len(rows))).anchors
+    store = training.features.store
+    kept = sum(d.ids in store for d in rows.documents) if store is not None else 0
     print(
         f"EAGLE-3 head of {trained / 1e6:.1f}M trained parameters, taps {list(head.arch.taps)} (residual stream after that many layers), "
         f"draft vocabulary {head.vocab.size:,} (covers {head.vocab.coverage(counts):.2%} of the answers)\n"
         f"{len(rows.documents)} documents in {len(rows)} rows, {rows.fill:.0%} full, {anchors:,} slots with loss; "
-        f"{rows.cut} documents cut at packing.max_length, {rows.without_loss} without loss left out\n"
+        f"{rows.cut} documents cut at packing.max_length, {rows.without_loss} without loss left out; the target's states are kept for {kept} documents and computed for the others\n"
         f"{training.steps} steps on {training.accelerator.num_processes} process(es)"
         + _threads_hint(training.accelerator)
         + (f"; continuing from step {training.progress.step}" if resumed else ""),

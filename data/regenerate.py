@@ -1,26 +1,22 @@
-"""Answers by the target itself, in process: batched, with its KV cache, at the recipe's sampling (ALGORITHMS 12.1, 12.2).
-
-Shapes: B rows of a batch, T padded length, V vocabulary.
-"""
+"""Answers by the target itself, in process: batched, with its KV cache, at the recipe's sampling (ALGORITHMS 12.1, 12.2)."""
 
 from __future__ import annotations
 
-import hashlib
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from pydantic import Field
 from tqdm import tqdm
 
 from data.corpus import Document, Dropped, TokenCorpus
+from data.features import FeatureStore, States
+from data.generation import Answer, Request, generate
 from data.prompts import Conversation
 from data.template import ChatTemplate, Message, check_fit, opening
-from heads.cache import TargetCache
 from heads.config import Config
 from heads.errors import UserError
-from heads.sampling import Sampling, probabilities
 from heads.target import FrozenTarget
 
 
@@ -34,9 +30,11 @@ class RegenerateConfig(Config):
     max_new_tokens: int = Field(default=512, ge=1)
     """Longest answer; longer ones are cut and recorded as finish: length."""
     batch_size: int = Field(default=32, ge=1)
-    """Conversations answered at once."""
+    """Conversations answered at once; one that ends makes room for the next."""
     seed: int = 0
     """Of the sampling; each conversation and turn has a stream of its own."""
+    keep_features: bool = False
+    """Keep the states the target has while it writes (4 (A + 1) H bytes a token in float32), so that training need not run it again."""
 
 
 @dataclass
@@ -50,17 +48,19 @@ class _Row:
     mask: list[int]
     finish: list[str]
     documents: list[Document]
+    latest: States | None = None
+    """The target's states over the ids up to the last answer, less one."""
+    states: list[States] = field(default_factory=list)
+    """Of each document, where they are kept."""
 
-    def document(self) -> Document:
+    def close(self, without_open_prompt: bool = False) -> None:
+        """Make a document of what there is, less the prompt of a turn that got no answer."""
+        end = len(self.mask) - self.mask[::-1].index(1) if without_open_prompt else len(self.ids)
         c = self.conversation
-        return Document(
-            c.id,
-            c.category,
-            len(self.finish),
-            tuple(self.finish),
-            np.array(self.ids, np.int32),
-            np.array(self.mask, np.uint8),
-        )
+        ids, mask = np.array(self.ids[:end], np.int32), np.array(self.mask[:end], np.uint8)
+        self.documents.append(Document(c.id, c.category, len(self.finish), tuple(self.finish), ids, mask))
+        if self.latest is not None:
+            self.states.append((self.latest[0][: end - 1], self.latest[1][: end - 1]))
 
 
 def degenerate(answer: Sequence[int], window: int = 96) -> bool:
@@ -77,40 +77,56 @@ def regenerate(
     corpus: TokenCorpus,
     config: RegenerateConfig,
     max_length: int,
+    features: FeatureStore | None = None,
 ) -> None:
-    """Answer every conversation that the corpus does not hold yet; one shard a batch.
+    """Answer every conversation that the corpus does not hold yet; a shard is written whenever a batch of them is done.
 
     Args:
         max_length: longest document in tokens; a turn whose prompt leaves no room is an error before anything is generated.
+        features: where the target's states are kept, if they are.
     """
     check_fit(conversations, template, max_length)
     done = corpus.answered()
-    rows = [_start(c, template) for c in conversations if c.id not in done]
+    rows = {c.id: _start(c, template) for c in conversations if c.id not in done}
     # Like lengths together: less padding. The order is a function of the prompts alone.
-    rows.sort(key=lambda row: (len(row.conversation.turns), len(row.ids), row.conversation.id))
+    order = sorted(rows.values(), key=lambda row: (-len(row.conversation.turns), len(row.ids), row.conversation.id))
+    queue = deque(Request((row.conversation.id, 0), row.ids) for row in order)
+    writer = _Writer(corpus, features, config.batch_size)
     with tqdm(total=len(conversations), initial=len(conversations) - len(rows), unit="prompt", desc="answers by the target") as bar:
         tokens = 0
-        for first in range(0, len(rows), config.batch_size):
-            batch = rows[first : first + config.batch_size]
-            dropped: list[Dropped] = []
-            active = batch
-            turn = 0
-            while active:
-                answers = generate_batch(
-                    target,
-                    [r.ids for r in active],
-                    template.stop_ids,
-                    config,
-                    [(r.conversation.id, turn) for r in active],
-                    max_length,
-                    bar,
-                )
-                tokens += sum(map(len, answers))
-                active = [r for r, a in zip(active, answers, strict=True) if _take(r, a, turn, template, dropped, max_length)]
-                turn += 1
-            corpus.append([d for r in batch for d in r.documents], dropped)
-            bar.update(len(batch))
+        for answer in generate(target, queue, template.stop_ids, config, max_length, features is not None):
+            row, turn = rows[answer.request.key[0]], answer.request.key[1]
+            tokens += len(answer.ids)
+            if _take(row, answer, turn, template, writer.dropped, max_length):
+                # First in the queue: a conversation is finished before a new one is begun.
+                queue.appendleft(Request((row.conversation.id, turn + 1), row.ids))
+                continue
+            writer.add(row)
+            bar.update(1)
             bar.set_postfix_str(f"{tokens / max(bar.format_dict['elapsed'], 1e-9):.0f} tokens/s")
+        writer.flush()
+
+
+class _Writer:
+    """Gathers finished conversations and writes them by the batch, features first: a document in the corpus has its features."""
+
+    def __init__(self, corpus: TokenCorpus, features: FeatureStore | None, size: int) -> None:
+        self._corpus, self._features, self._size = corpus, features, size
+        self._rows: list[_Row] = []
+        self.dropped: list[Dropped] = []
+
+    def add(self, row: _Row) -> None:
+        self._rows.append(row)
+        if len(self._rows) >= self._size:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._rows:
+            return
+        if self._features is not None:
+            self._features.append([(d.ids, s) for r in self._rows for d, s in zip(r.documents, r.states, strict=True)])
+        self._corpus.append([d for r in self._rows for d in r.documents], self.dropped)
+        self._rows, self.dropped = [], []
 
 
 def _start(conversation: Conversation, template: ChatTemplate) -> _Row:
@@ -120,114 +136,39 @@ def _start(conversation: Conversation, template: ChatTemplate) -> _Row:
     return _Row(conversation, messages, rendered, ids, [0] * len(ids), [], [])
 
 
-def _take(row: _Row, answer: list[int], turn: int, template: ChatTemplate, dropped: list[Dropped], max_length: int) -> bool:
+def _take(row: _Row, answer: Answer, turn: int, template: ChatTemplate, dropped: list[Dropped], max_length: int) -> bool:
     """Add an answer to its row; True where another turn follows."""
-    stopped = bool(answer) and answer[-1] in template.stop_ids
-    reason = "empty" if not template.answer_text(answer).strip() else "degenerate" if degenerate(answer) else None
+    ids = answer.ids
+    stopped = bool(ids) and ids[-1] in template.stop_ids
+    reason = "empty" if not template.answer_text(ids).strip() else "degenerate" if degenerate(ids) else None
     if reason:
         # What came before the bad answer is good; a first bad answer drops the conversation.
         if row.finish:
-            row.documents.append(_without_open_prompt(row))
+            row.close(without_open_prompt=True)
         elif not row.documents:
             dropped.append(Dropped(row.conversation.id, reason))
         return False
-    row.ids += answer
-    row.mask += [1] * len(answer)
+    row.ids = row.ids + ids
+    row.mask += [1] * len(ids)
     row.finish.append("stop" if stopped else "length")
+    if answer.taps is not None and answer.hidden is not None:
+        row.latest = answer.taps, answer.hidden
     turns = row.conversation.turns
     if turn + 1 < len(turns) and stopped:
         row.messages += [
-            {"role": "assistant", "content": template.answer_text(answer)},
+            {"role": "assistant", "content": template.answer_text(ids)},
             {"role": "user", "content": turns[turn + 1]},
         ]
-        ids, rendered, continues = template.continue_ids(row.ids, row.rendered, answer, row.messages)
-        if len(ids) < max_length:
+        longer, rendered, continues = template.continue_ids(row.ids, row.rendered, ids, row.messages)
+        if len(longer) < max_length:
             if not continues:
-                row.documents.append(row.document())
+                row.close()
                 row.mask, row.finish = [], []
-            row.mask += [0] * (len(ids) - len(row.mask))
-            row.ids, row.rendered = ids, rendered
+            row.mask += [0] * (len(longer) - len(row.mask))
+            row.ids, row.rendered = longer, rendered
             return True
-    row.documents.append(row.document())
+    row.close()
     return False
-
-
-def _without_open_prompt(row: _Row) -> Document:
-    """The row's document less the prompt of the turn that got no answer."""
-    end = len(row.mask) - row.mask[::-1].index(1)
-    row.ids, row.mask = row.ids[:end], row.mask[:end]
-    return row.document()
-
-
-def _stream(seed: int, key: tuple[str, int]) -> np.random.Generator:
-    digest = hashlib.sha256(f"{seed}/{key[0]}/{key[1]}".encode()).digest()
-    return np.random.default_rng(int.from_bytes(digest[:8], "little"))
-
-
-@torch.no_grad()
-def generate_batch(
-    target: FrozenTarget,
-    prompts: Sequence[Sequence[int]],
-    stop_ids: frozenset[int],
-    config: RegenerateConfig,
-    keys: Sequence[tuple[str, int]],
-    max_length: int,
-    bar: tqdm | None = None,  # type: ignore[type-arg]
-) -> list[list[int]]:
-    """Continue left-padded prompts until each has written a stop id or its limit; rows that are done leave the batch.
-
-    Args:
-        keys: one a row; with config.seed they name the row's own random stream, whatever batch it runs in.
-
-    Returns:
-        The new ids of each row, the stop id included.
-    """
-    device = target.device
-    width = max(map(len, prompts))
-    ids = torch.zeros(len(prompts), width, dtype=torch.int64)
-    seen = torch.zeros(len(prompts), width, dtype=torch.int64)
-    for index, prompt in enumerate(prompts):
-        ids[index, width - len(prompt) :] = torch.tensor(prompt)
-        seen[index, width - len(prompt) :] = 1
-    ids, seen = ids.to(device), seen.to(device)
-    streams = [_stream(config.seed, key) for key in keys]
-    sampling = Sampling(temperature=config.temperature, top_p=config.top_p)
-    limits = [min(config.max_new_tokens, max_length - len(p)) for p in prompts]
-    answers: list[list[int]] = [[] for _ in prompts]
-    live = list(range(len(prompts)))
-    cache = TargetCache()
-    position = (seen.cumsum(1) - 1).clamp_min(0)
-    hidden = target.forward(ids, cache=cache, position=position, attention_mask=seen, taps=False).hidden[:, -1]
-    position = position[:, -1:]
-    while True:
-        next_ids = _choose(target.logits(hidden), sampling, [streams[i] for i in live])
-        keep = []
-        for row, (index, token) in enumerate(zip(live, next_ids, strict=True)):
-            answers[index].append(token)
-            if token not in stop_ids and len(answers[index]) < limits[index]:
-                keep.append(row)
-        if not keep:
-            return answers
-        if len(keep) < len(live):
-            rows = torch.tensor(keep, device=device)
-            cache.select(rows)
-            seen, position = seen[rows], position[rows]
-            next_ids, live = [next_ids[r] for r in keep], [live[r] for r in keep]
-        if bar is not None and cache.length % 16 == 0:
-            bar.refresh()
-        position = position + 1
-        seen = torch.cat((seen, seen.new_ones(len(live), 1)), dim=1)
-        column = torch.tensor(next_ids, device=device).unsqueeze(1)
-        hidden = target.forward(column, cache=cache, position=position, attention_mask=seen, taps=False).hidden[:, -1]
-
-
-def _choose(logits: torch.Tensor, sampling: Sampling, streams: Sequence[np.random.Generator]) -> list[int]:
-    """One next id a row. logits [B, V]."""
-    if sampling.temperature == 0:
-        return [int(i) for i in logits.argmax(-1)]
-    cumulative = probabilities(logits, sampling).cumsum(-1)
-    draws = torch.tensor([[s.random()] for s in streams], dtype=cumulative.dtype, device=cumulative.device) * cumulative[:, -1:]
-    return [int(i) for i in torch.searchsorted(cumulative, draws, right=True).clamp_max(logits.shape[-1] - 1)]
 
 
 def held_back(conversations: Sequence[Conversation], count: int) -> tuple[list[Conversation], list[Conversation]]:

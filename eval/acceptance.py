@@ -1,15 +1,22 @@
-"""The acceptance rules: pure functions on probabilities (ALGORITHMS 2.1-2.3). Each output token has the target's law, whatever the drafter.
+"""The acceptance rules, on trees; a chain is a tree (ALGORITHMS 2). All but ``accept_typical`` give each output token the target's law,
+whatever the drafter.
 
-Shapes: K drafted tokens, V vocabulary. p[k] is the target's distribution after the prefix and the first k drafts; q[k] the one draft k
-was sampled from.
+Shapes: V vocabulary. ``law(node, path)`` is the target's distribution [V] after the prefix and the tokens on the path to the node;
+``choose(node, path)`` is the target's own token there (argmax, or drawn from the law).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from eval.tree import DraftTree
+
+Law = Callable[[int, Sequence[int]], torch.Tensor]
+Choice = Callable[[int, Sequence[int]], int]
 
 
 class Draws(Protocol):
@@ -44,28 +51,91 @@ class RandomDraws:
         return int(min(int(drawn), int(weights.nonzero()[-1])))
 
 
-def accept_greedy(best: Sequence[int], drafts: Sequence[int]) -> tuple[int, int]:
-    """Rule 2.1. best: [K+1] the target's argmax after each prefix. Returns (accepted, extra token)."""
-    for k, draft in enumerate(drafts):
-        if draft != best[k]:
-            return k, best[k]
-    return len(drafts), best[len(drafts)]
+@dataclass(frozen=True)
+class Verdict:
+    """What verification takes from a draft tree."""
+
+    path: tuple[int, ...]
+    """Node numbers of the accepted drafts, from the root down."""
+    extra: int
+    """The token emitted after them: bonus where nothing was refused, correction otherwise."""
+    refused: bool
+    """Whether there were candidates at the last accepted node, and none was taken."""
 
 
-def accept_delta(p: torch.Tensor, drafts: Sequence[int], draws: Draws) -> tuple[int, int]:
-    """Rule 2.3, for drafts chosen deterministically: sample from the target and compare. p: [K+1, V]."""
-    for k, draft in enumerate(drafts):
-        token = draws.pick(p[k])
-        if token != draft:
-            return k, token
-    return len(drafts), draws.pick(p[len(drafts)])
+def accept_compared(tree: DraftTree, choose: Choice) -> Verdict:
+    """Rules 2.1, 2.3 and 2.4, for candidates chosen deterministically: take the target's own token and see whether it was proposed."""
+    node, path, tokens = 0, [], []
+    while True:
+        token = choose(node, tokens)
+        child = next((c for c in tree.children[node] if tree.tokens[c - 1] == token), None)
+        if child is None:
+            return Verdict(tuple(path), token, bool(tree.children[node]))
+        node = child
+        path.append(node)
+        tokens.append(token)
 
 
-def accept_sampled(p: torch.Tensor, q: torch.Tensor, drafts: Sequence[int], draws: Draws) -> tuple[int, int]:
-    """Rule 2.2, for drafts sampled from q. p: [K+1, V], q: [K, V], q[k] the very tensor draft k was drawn from."""
-    for k, draft in enumerate(drafts):
-        if not draws.accept(float(p[k, draft]), float(q[k, draft])):
-            residual = (p[k] - q[k]).clamp_min(0)
-            # All zero only by rounding, where p and q are equal: then p is the law.
-            return k, draws.pick(residual if float(residual.sum()) > 0 else p[k])
-    return len(drafts), draws.pick(p[len(drafts)])
+def accept_sampled(tree: DraftTree, law: Law, draws: Draws) -> Verdict:
+    """Rules 2.2 (one child a node) and 2.5 (several), for candidates drawn from ``tree.q``."""
+    assert tree.q is not None
+    node, path, tokens = 0, [], []
+    while True:
+        r = law(node, tokens)
+        taken = None
+        if tree.children[node]:
+            taken, r = _try_children(tree, node, r, tree.q[node], draws)
+        if taken is None:
+            return Verdict(tuple(path), draws.pick(r), bool(tree.children[node]))
+        node = taken
+        path.append(node)
+        tokens.append(tree.tokens[node - 1])
+
+
+def _try_children(tree: DraftTree, node: int, r: torch.Tensor, s: torch.Tensor, draws: Draws) -> tuple[int | None, torch.Tensor]:
+    """The child that is taken, or None and the law of the token that takes its place."""
+    for child in tree.children[node]:
+        token = tree.tokens[child - 1]
+        if draws.accept(float(r[token]), float(s[token])):
+            return child, r
+        # Both updates use this round's s; the drawing order is the children's order.
+        residual = (r - s).clamp_min(0)
+        mass = float(residual.sum())
+        if mass <= 0:  # only by rounding, where r and s are equal: then r is the law
+            return None, r
+        r = residual / mass
+        if not tree.replacement:
+            s = s.clone()
+            s[token] = 0
+            left = float(s.sum())
+            if left <= 0:
+                return None, r
+            s = s / left
+    return None, r
+
+
+EPSILON, DELTA = 0.09, 0.3
+
+
+def accept_typical(tree: DraftTree, law: Law, draws: Draws, epsilon: float = EPSILON, delta: float = DELTA) -> Verdict:
+    """Rule 2.6 (Medusa, section 3.3.1): NOT lossless. A candidate passes where p(x) > min(epsilon, delta exp(-H(p))).
+
+    Of the longest accepted prefixes the one with the largest log-probability wins; the token after it is drawn from the target.
+    """
+    best: tuple[int, float, tuple[int, ...], list[int]] = (0, 0.0, (), [])
+    open_nodes: list[tuple[int, float, tuple[int, ...], list[int]]] = [(0, 0.0, (), [])]
+    while open_nodes:
+        node, score, path, tokens = open_nodes.pop()
+        if (len(path), score) > (len(best[2]), best[1]):
+            best = (node, score, path, tokens)
+        if not tree.children[node]:
+            continue
+        p = law(node, tokens)
+        entropy = float(-torch.xlogy(p, p).sum())
+        threshold = min(epsilon, delta * float(torch.exp(torch.tensor(-entropy, dtype=torch.float64))))
+        for child in tree.children[node]:
+            token = tree.tokens[child - 1]
+            if float(p[token]) > threshold:
+                open_nodes.append((child, score + float(p[token].log()), (*path, child), [*tokens, token]))
+    node, _, path, tokens = best
+    return Verdict(path, draws.pick(law(node, tokens)), bool(tree.children[node]))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -10,12 +11,14 @@ from pydantic import Field
 from tqdm import tqdm
 
 from data.prompts import Conversation, PromptsConfig
-from data.template import ChatTemplate, check_fit, opening
+from data.template import ChatTemplate, Message, check_fit, opening
 from eval.acceptance import RandomDraws
-from eval.decoder import Generation, decode
+from eval.decoder import DecodeSettings, Generation, decode
 from eval.drafters.base import Drafter
+from eval.drafters.build import DrafterConfig
 from eval.drafters.simple import NoneDrafter
 from eval.records import Divergence, PromptRecord
+from eval.stopping import StopRule
 from heads.config import Config
 from heads.sampling import Sampling
 from heads.target import FrozenTarget
@@ -28,16 +31,30 @@ class EvaluateConfig(Config):
     """Held-out prompts."""
     per_category: int | None = Field(default=None, ge=1)
     """Only the first so many prompts of each category; None: all."""
+    drafter: DrafterConfig = DrafterConfig()
+    """Who drafts; a plain name is short for drafter.kind."""
     draft_length: int = Field(default=5, ge=1, le=64)
-    """K: drafted tokens a cycle."""
+    """K: drafted tokens a cycle; of a tree, its depth."""
     max_new_tokens: int = Field(default=256, ge=2)
     """Longest answer."""
+    batch_size: int = Field(default=1, ge=1)
+    """Prompts decoded at once."""
+    timed_batch_size: int | None = Field(default=None, ge=1)
+    """Likewise of the prompts that the target also decodes alone, to compare speeds; None: batch_size."""
     temperature: float = Field(default=0.0, ge=0.0, le=5.0)
     """0: greedy."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    """Nucleus of the target's sampling, and of the head's where proposals are sampled."""
+    """Nucleus of the target's sampling, and of the drafter's where proposals are sampled."""
+    top_k: int = Field(default=0, ge=0)
+    """Likewise the most likely so many tokens; 0: all."""
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
+    """Of the target's sampling, over prompt and output; 1: none."""
+    stop: tuple[str, ...] = ()
+    """Strings that end an answer, besides the target's end-of-turn tokens."""
     proposals: Literal["greedy", "sampled"] = "sampled"
-    """At temperature above 0: draw drafts from the head (rule 2.2) or take its argmax (rule 2.3). At 0 they are argmax."""
+    """At temperature above 0: draw drafts from the drafter (rules 2.2, 2.5) or take its most likely ones (2.3, 2.4). At 0 the latter."""
+    acceptance: Literal["exact", "typical"] = "exact"
+    """exact: the output has the target's law. typical: rule 2.6 (Medusa), longer accepted drafts, NOT lossless."""
     seed: int = 0
     plain_prompts: int | None = Field(default=None, ge=0)
     """Prompts that the target also decodes alone, spread over the set, to compare speeds; None: all. The output of every other greedy
@@ -49,7 +66,16 @@ class EvaluateConfig(Config):
 
     @property
     def sampling(self) -> Sampling:
-        return Sampling(temperature=self.temperature, top_p=self.top_p)
+        return Sampling(self.temperature, self.top_p, self.top_k, self.repetition_penalty)
+
+    @property
+    def lossless(self) -> bool:
+        return self.acceptance == "exact"
+
+    def settings(self, template: ChatTemplate) -> DecodeSettings:
+        """How the decoder is to run."""
+        stop = StopRule(template.stop_ids, self.stop, template.decode)
+        return DecodeSettings(self.draft_length, self.max_new_tokens, stop, self.sampling, self.acceptance == "typical")
 
 
 def spread(count: int, chosen: int | None) -> frozenset[int]:
@@ -70,7 +96,15 @@ def choose(conversations: Sequence[Conversation], per_category: int | None) -> l
     return chosen
 
 
-Decode = Callable[[list[int], Drafter, int], Generation]
+@dataclass
+class _Talk:
+    """A conversation on its way."""
+
+    number: int
+    conversation: Conversation
+    messages: list[Message]
+    rendered: str
+    ids: list[int]
 
 
 def evaluate(
@@ -90,93 +124,119 @@ def evaluate(
     """
     check_fit(conversations, template, target.max_length)
     timed = spread(len(conversations), config.plain_prompts) if baseline else frozenset()
-
-    def run(ids: list[int], by: Drafter, seed: int) -> Generation:
-        return decode(
-            target, ids, by, draft_length=config.draft_length, max_new_tokens=config.max_new_tokens,
-            stop_ids=template.stop_ids, sampling=config.sampling, draws=RandomDraws(seed),
-        )  # fmt: skip
-
+    settings = config.settings(template)
     if timed:
-        _warm_up(run, template, drafter, conversations[0])
-    records: list[PromptRecord] = []
-    with tqdm(conversations, unit="prompt", desc="decoding", disable=not progress, leave=progress) as bar:
-        for index, conversation in enumerate(bar):
-            records += _conversation(target, template, drafter, conversation, config, run, index in timed, baseline, len(records))
-            cycles = sum(len(r.cycles) for r in records)
-            accepted = sum(c.accepted for r in records for c in r.cycles)
-            bar.set_postfix_str(f"acceptance length {1 + accepted / max(cycles, 1):.2f}")
-    return records
+        warm = template.encode(template.render(opening(conversations[0])))[:64]
+        decode(target, [warm], drafter, settings)
+    # Timed and untimed prompts never share a batch, so that batches of both kinds are full and alike.
+    order = sorted(range(len(conversations)), key=lambda i: i not in timed)
+    groups = _cut(order[: len(timed)], config.timed_batch_size or config.batch_size) + _cut(order[len(timed) :], config.batch_size)
+    found: dict[int, list[PromptRecord]] = {}
+    with tqdm(total=len(conversations), unit="prompt", desc="decoding", disable=not progress, leave=progress) as bar:
+        for number, group in enumerate(groups):
+            talks = [_start(i, conversations[i], template) for i in group]
+            turn = 0
+            while talks:
+                records = _decode_turn(target, drafter, talks, turn, config, settings, group[0] in timed, baseline, bool((number + turn) % 2))
+                for talk, (record, _) in zip(talks, records, strict=True):
+                    found.setdefault(talk.number, []).append(record)
+                talks = [t for t, (_, answer) in zip(talks, records, strict=True) if _goes_on(t, answer, turn, template, target.max_length)]
+                turn += 1
+            bar.update(len(group))
+            cycles = [c for records_of in found.values() for r in records_of for c in r.cycles]
+            bar.set_postfix_str(f"acceptance length {1 + sum(c.accepted for c in cycles) / max(len(cycles), 1):.2f}")
+    return [record for i in range(len(conversations)) for record in found[i]]
 
 
-def _warm_up(run: Decode, template: ChatTemplate, drafter: Drafter, conversation: Conversation) -> None:
-    ids = template.encode(template.render(opening(conversation)))[:64]
-    run(ids, drafter, 0)
+def _cut(items: Sequence[int], size: int) -> list[list[int]]:
+    return [list(items[i : i + size]) for i in range(0, len(items), size)]
 
 
-def _conversation(
-    target: FrozenTarget,
-    template: ChatTemplate,
-    drafter: Drafter,
-    conversation: Conversation,
-    config: EvaluateConfig,
-    run: Decode,
-    timed: bool,
-    check: bool,
-    number: int,
-) -> list[PromptRecord]:
+def _start(number: int, conversation: Conversation, template: ChatTemplate) -> _Talk:
     messages = opening(conversation)
     rendered = template.render(messages)
-    ids = template.encode(rendered)
+    return _Talk(number, conversation, messages, rendered, template.encode(rendered))
+
+
+def _decode_turn(
+    target: FrozenTarget,
+    drafter: Drafter,
+    talks: Sequence[_Talk],
+    turn: int,
+    config: EvaluateConfig,
+    settings: DecodeSettings,
+    timed: bool,
+    baseline: bool,
+    plain_first: bool,
+) -> list[tuple[PromptRecord, list[int]]]:
+    """One turn of a batch of conversations: its records and answers."""
+    prompts = [t.ids for t in talks]
+
+    def run(by: Drafter) -> list[Generation]:
+        return decode(target, prompts, by, settings, [RandomDraws(config.seed + 1000 * t.number + turn) for t in talks])
+
+    plain: Sequence[Generation | None] = [None] * len(talks)
+    if timed and plain_first:
+        plain = run(NoneDrafter())
+    fast = run(drafter)
+    if timed and not plain_first:
+        plain = run(NoneDrafter())
+    speeds = _share(fast), _share([p for p in plain if p is not None])
     records = []
-    for turn in range(len(conversation.turns)):
-        seed = config.seed + number + turn
-        plain: Generation | None = None
-        if timed and (number + turn) % 2:
-            plain = run(ids, NoneDrafter(), seed)
-        fast = run(ids, drafter, seed)
-        if timed and plain is None:
-            plain = run(ids, NoneDrafter(), seed)
-        checked = check and config.sampling.greedy
+    for talk, f, p in zip(talks, fast, plain, strict=True):
+        checked = baseline and settings.sampling.greedy and config.lossless and (p is not None or settings.sampling.repetition_penalty == 1)
         divergence = None
-        if checked and plain:
-            divergence = first_divergence(target, ids, plain.tokens, fast.tokens)
+        if checked and p is not None:
+            divergence = first_divergence(target, talk.ids, p.tokens, f.tokens)
         elif checked:
-            divergence = first_departure(target, ids, fast.tokens)
-        records.append(_record(conversation, turn, len(ids), fast, plain, checked, divergence))
-        if turn + 1 < len(conversation.turns):
-            messages += [
-                {"role": "assistant", "content": template.answer_text(fast.tokens)},
-                {"role": "user", "content": conversation.turns[turn + 1]},
-            ]
-            ids, rendered, _ = template.continue_ids([*ids, *fast.tokens], rendered, fast.tokens, messages)
-            if len(ids) >= target.max_length:
-                break
+            divergence = first_departure(target, talk.ids, f.tokens)
+        records.append((_record(talk, turn, f, p, speeds, checked, divergence), f.tokens))
     return records
+
+
+def _goes_on(talk: _Talk, answer: list[int], turn: int, template: ChatTemplate, max_length: int) -> bool:
+    """Add an answer and the next user turn to the conversation; False where there is none, or no room."""
+    turns = talk.conversation.turns
+    if turn + 1 >= len(turns):
+        return False
+    talk.messages += [
+        {"role": "assistant", "content": template.answer_text(answer)},
+        {"role": "user", "content": turns[turn + 1]},
+    ]
+    talk.ids, talk.rendered, _ = template.continue_ids([*talk.ids, *answer], talk.rendered, answer, talk.messages)
+    return len(talk.ids) < max_length
+
+
+def _share(batch: Sequence[Generation]) -> tuple[float, float]:
+    """Wall and CPU seconds of a batch, shared out evenly over its sequences."""
+    if not batch:
+        return 0.0, 0.0
+    return max(g.seconds for g in batch) / len(batch), max(g.cpu_seconds for g in batch) / len(batch)
 
 
 def _record(
-    conversation: Conversation,
+    talk: _Talk,
     turn: int,
-    prompt: int,
     fast: Generation,
     plain: Generation | None,
+    speeds: tuple[tuple[float, float], tuple[float, float]],
     checked: bool,
     divergence: Divergence | None,
 ) -> PromptRecord:
+    (seconds, cpu_seconds), (plain_seconds, plain_cpu_seconds) = speeds
     return PromptRecord(
-        prompt_id=conversation.id,
-        category=conversation.category,
+        prompt_id=talk.conversation.id,
+        category=talk.conversation.category,
         turn=turn,
-        prompt_tokens=prompt,
+        prompt_tokens=len(talk.ids),
         output_tokens=len(fast.tokens),
         cycles=tuple(fast.cycles),
         finish=fast.finish,
         plain_tokens=len(plain.tokens) if plain else 0,
-        plain_seconds=plain.seconds if plain else 0.0,
-        speculative_seconds=fast.seconds,
-        plain_cpu_seconds=plain.cpu_seconds if plain else 0.0,
-        speculative_cpu_seconds=fast.cpu_seconds,
+        plain_seconds=plain_seconds,
+        speculative_seconds=seconds,
+        plain_cpu_seconds=plain_cpu_seconds,
+        speculative_cpu_seconds=cpu_seconds,
         draft_seconds=fast.draft_seconds,
         verify_seconds=fast.verify_seconds,
         checked=checked,

@@ -17,7 +17,7 @@ class Cycle:
     """One draft-verify-accept-commit round."""
 
     proposed: int
-    """K_c: draft tokens put before the target."""
+    """K_c: depth of what was put before the target: draft tokens of a chain, the longest path of a tree."""
     accepted: int
     """a_c: draft tokens that the acceptance rule took (before truncation at a stop)."""
     emitted: int
@@ -25,6 +25,16 @@ class Cycle:
     limit: int | None = None
     """Draft tokens that could still have counted when the cycle began (tokens left until max_new_tokens, less one for the
     bonus token); None where the length limit did not bind."""
+    nodes: int = 0
+    """Draft tokens put before the target, all branches together."""
+    draft_seconds: float = 0.0
+    """Wall seconds of drafting, model and bookkeeping; times of a batch's cycle are shared out evenly over its sequences."""
+    forward_seconds: float = 0.0
+    """Of these, in forwards of the draft model."""
+    verify_seconds: float = 0.0
+    """Wall seconds in the target's forward and LM head."""
+    commit_seconds: float = 0.0
+    """Wall seconds of everything else: masks, acceptance, cache, observation."""
 
 
 @dataclass(frozen=True)

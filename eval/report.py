@@ -19,6 +19,7 @@ from eval.statistics import Interval, Summary
 from heads.errors import UserError
 
 CHARTS = ("per-position-acceptance.svg", "accepted-per-cycle.svg", "acceptance-length-by-category.svg")
+CYCLE_FIELDS = ["proposed", "accepted", "emitted", "limit (null: it did not bind)", "nodes", "draft us", "draft forward us", "verify us", "commit us"]
 _OWN = {"report.json", "report.md", *CHARTS}
 _BLUE, _ORANGE = "#1f5a99", "#d9822b"
 
@@ -72,8 +73,9 @@ def headline(summary: Summary) -> str:
     """Three lines for the terminal: acceptance length, speed, losslessness."""
     acceptance, speed = summary.acceptance, summary.speed
     spread = f" (95 % interval {_interval(acceptance.tau_interval)})" if acceptance.tau_interval is not None else " (no interval)"
+    kind = "Acceptance length (typical acceptance, NOT lossless)" if summary.typical else "Acceptance length"
     first = (
-        f"Acceptance length {_number(acceptance.tau)}{spread}, bonus token counted, "
+        f"{kind} {_number(acceptance.tau)}{spread}, bonus token counted, "
         f"over {summary.counted_cycles:,} cycles of {summary.prompts:,} prompts."
     )
     second = f"{_number(speed.speculative_tokens_per_second, 2)} tokens/s with the drafter"
@@ -96,10 +98,12 @@ def _plain(value: Any) -> Any:
 
 
 def _record_row(record: PromptRecord) -> dict[str, Any]:
-    """One record, its cycles as [proposed, accepted, emitted], with the limit as a fourth number where it bound."""
+    """One record, each of its cycles a list in the order of CYCLE_FIELDS; times in microseconds."""
     row = dataclasses.asdict(record)
     row["cycles"] = [
-        [cycle.proposed, cycle.accepted, cycle.emitted, *([] if cycle.limit is None else [cycle.limit])] for cycle in record.cycles
+        [c.proposed, c.accepted, c.emitted, c.limit, c.nodes]
+        + [round(1e6 * s) for s in (c.draft_seconds, c.forward_seconds, c.verify_seconds, c.commit_seconds)]
+        for c in record.cycles
     ]
     return row
 
@@ -149,7 +153,8 @@ def _acceptance_section(summary: Summary) -> list[str]:
         ),
         ("emitted per cycle", _number(acceptance.tau_emit), ""),
         ("draft acceptance rate", _number(acceptance.draft_acceptance_rate), ""),
-        ("draft tokens proposed per cycle", _number(acceptance.mean_proposed), ""),
+        ("draft depth proposed per cycle", _number(acceptance.mean_proposed), ""),
+        ("draft tokens verified per cycle", _number(acceptance.mean_nodes), ""),
     ]
     kept = (
         "Every cycle was truncated by the length limit, so all are counted; raise max_new_tokens for a fair figure. "
@@ -205,7 +210,8 @@ def _speed_section(summary: Summary) -> list[str]:
     ]
     shares = (
         f"Speculative wall time: {_share(s.draft_share)} drafting, {_share(s.verify_share)} verification, "
-        f"{_share(s.other_share)} other (prefill, acceptance, cache bookkeeping)."
+        f"{_share(s.other_share)} other (prefill, acceptance, cache bookkeeping). "
+        f"Of the cycles, {_share(summary.acceptance.overhead_share)} is spent outside model forwards."
     )
     return [
         "## Speed",
@@ -332,7 +338,7 @@ def write_report(directory: Path, summary: Summary, records: Sequence[PromptReco
             "headline": headline(summary),
             "definitions": DEFINITIONS,
             "summary": dataclasses.asdict(summary),
-            "record_cycles": ["proposed", "accepted", "emitted", "limit (only where it bound)"],
+            "record_cycles": CYCLE_FIELDS,
             "records": [_record_row(record) for record in records],
         }
         (new / "report.json").write_text(_dump(report), encoding="utf-8")

@@ -46,6 +46,11 @@ class Acceptance:
     draft_acceptance_rate: float | None
     """sum a_c / sum K_c; None where nothing was proposed."""
     mean_proposed: float
+    """Draft tokens of the longest path, a cycle."""
+    mean_nodes: float = 0.0
+    """Draft tokens verified a cycle, all branches together."""
+    overhead_share: float | None = None
+    """Of the cycles' time: what is spent outside model forwards (trees, masks, acceptance, sampling, cache)."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,8 @@ class Summary:
     categories: tuple[Category, ...]
     speed: Speed
     lossless: Lossless
+    typical: bool = False
+    """Drafts were accepted by the typical rule: the figures must not stand beside lossless ones."""
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
@@ -294,8 +301,10 @@ def speed(records: Sequence[PromptRecord], *, bootstrap: int, seed: int) -> Spee
     )
 
 
-def lossless(records: Sequence[PromptRecord], *, greedy: bool) -> Lossless:
+def lossless(records: Sequence[PromptRecord], *, greedy: bool, typical: bool = False) -> Lossless:
     """Compares with the target's own greedy output; an output that only ends elsewhere is a divergence too."""
+    if typical:
+        return Lossless("NOT lossless (typical acceptance)", 0, 0, (), None)
     if not greedy:
         return Lossless("not compared (sampled)", 0, 0, (), None)
     compared = [record for record in records if record.checked]
@@ -313,6 +322,12 @@ def lossless(records: Sequence[PromptRecord], *, greedy: bool) -> Lossless:
     return Lossless("compared", len(compared), len(compared) - len(found), tuple(found), max(gaps, default=None))
 
 
+def overhead_share(cycles: Sequence[Cycle]) -> float | None:
+    """Share of the cycles' wall time outside the forwards of target and draft model."""
+    total = sum(c.draft_seconds + c.verify_seconds + c.commit_seconds for c in cycles)
+    return _ratio(total - sum(c.forward_seconds + c.verify_seconds for c in cycles), total)
+
+
 def _check(records: Sequence[PromptRecord]) -> None:
     """What every decoder must leave true; a failure is a bug in the decoder, not in the user's input."""
     for record in records:
@@ -324,8 +339,15 @@ def _check(records: Sequence[PromptRecord]) -> None:
         assert record.output_tokens == 1 + emitted, f"{where}: {record.output_tokens} output tokens, 1 + {emitted} emitted"
 
 
-def summarise(records: Sequence[PromptRecord], *, greedy: bool, bootstrap: int = 10_000, seed: int = 0) -> Summary:
-    """All numbers of a report. ``greedy``: both runs were greedy, so that their outputs must agree token by token."""
+def summarise(
+    records: Sequence[PromptRecord], *, greedy: bool, typical: bool = False, bootstrap: int = 10_000, seed: int = 0
+) -> Summary:
+    """All numbers of a report.
+
+    Args:
+        greedy: both runs were greedy, so that their outputs must agree token by token.
+        typical: drafts were accepted by rule 2.6, so that the output is not the target's.
+    """
     if not records:
         raise UserError("There is nothing to measure: no prompt was decoded. Give at least one prompt.")
     _check(records)
@@ -364,10 +386,13 @@ def summarise(records: Sequence[PromptRecord], *, greedy: bool, bootstrap: int =
             tau_emit=sum(cycle.emitted for cycle in everything) / len(everything),
             draft_acceptance_rate=_ratio(sum(cycle.accepted for cycle in pooled), proposed),
             mean_proposed=proposed / len(pooled),
+            mean_nodes=sum(cycle.nodes for cycle in pooled) / len(pooled),
+            overhead_share=overhead_share(everything),
         ),
         positions=positions,
         accepted_histogram=accepted_histogram(pooled),
         categories=by_category(records, cycles, bootstrap=bootstrap, seed=seed),
         speed=speed(records, bootstrap=bootstrap, seed=seed),
-        lossless=lossless(records, greedy=greedy),
+        typical=typical,
+        lossless=lossless(records, greedy=greedy, typical=typical),
     )

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from heads.config import Config
-from heads.layers import Attention, GatedMLP, KeysValues, RMSNorm, Rotary, StepCache
+from heads.layers import Attention, GatedMLP, RMSNorm, Rotary
+from heads.recurrent import RecurrentHead
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocab
 
@@ -111,7 +112,7 @@ class Eagle3Layer(nn.Module):
         return residual + self.mlp(self.mlp_norm(residual))
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(RecurrentHead):
     """The trained part. The target's embedding is not in here: callers pass embedded tokens."""
 
     d2t: torch.Tensor
@@ -175,87 +176,15 @@ class Eagle3Head(nn.Module):
         """Draft ids to target ids."""
         return draft_ids + self.d2t[draft_ids]
 
-    def unroll(
-        self,
-        taps: torch.Tensor,
-        tokens: torch.Tensor,
-        position: torch.Tensor,
-        visible: torch.Tensor,
-        slots: torch.Tensor,
-    ) -> torch.Tensor:
-        """Training-time test (ALGORITHMS 9.3): S teacher-forced steps from every chosen slot, in parallel.
+    def finished(self, value: torch.Tensor) -> torch.Tensor:
+        return self.norm(value)
 
-        Every real slot of the row gives step-0 keys and values; queries, and all later steps, exist at the chosen slots only.
+    @property
+    def recurs_finished(self) -> bool:
+        return self.arch.norm_output
 
-        Args:
-            taps: [B, T, A*H].
-            tokens: [S, B, T, H] embedded tokens; step i at slot t holds E(x_{t+1+i}). Steps after the first are read at ``slots`` only.
-            position: [B, T] position ids of the slots.
-            visible: [B, T, T] bool; which real slots a slot sees (causal, same document, itself included).
-            slots: [B, N] int64; the slots that are unrolled. Rows with fewer repeat one (the caller gives it no weight).
+    def draft_logits(self, output: torch.Tensor, target: FrozenTarget) -> torch.Tensor:
+        return self.logits(output)
 
-        Returns:
-            [S, B, N, H] normed outputs, the LM head's input.
-        """
-        batch = torch.arange(slots.shape[0], device=slots.device).unsqueeze(1)
-        caches: list[StepCache] = []
-        chosen_visible = visible[batch, slots]
-        value: torch.Tensor = self.fuse(taps)
-        for index, layer in enumerate(self.layers):
-            # Layers below the last must give their output at every slot: the next layer's real keys are made of it.
-            last = index == len(self.layers) - 1
-            inputs, residual = layer.inputs(tokens[0], value)  # type: ignore[operator]
-            caches.append(StepCache(layer.attention.keys_values(inputs, position, self.rotary)))  # type: ignore[union-attr,operator]
-            if last:
-                inputs, residual = inputs[batch, slots], residual[batch, slots]
-            where = position[batch, slots] if last else position
-            attended = layer.attention(inputs, where, self.rotary, caches[-1], chosen_visible if last else visible)  # type: ignore[operator]
-            value = layer.finish(residual, attended)  # type: ignore[operator]
-        outputs = [self.norm(value)]
-        for step in range(1, tokens.shape[0]):
-            state = outputs[-1] if self.arch.norm_output else value
-            where = position[batch, slots] + step
-            token = tokens[step][batch, slots]
-            for layer, cache in zip(self.layers, caches, strict=True):
-                inputs, residual = layer.inputs(token, state)  # type: ignore[operator]
-                cache.own.append(layer.attention.keys_values(inputs, where, self.rotary))  # type: ignore[union-attr,operator]
-                state = layer.finish(residual, layer.attention(inputs, where, self.rotary, cache, chosen_visible))  # type: ignore[operator]
-            value = state
-            outputs.append(self.norm(value))
-        return torch.stack(outputs)
-
-    def extend(
-        self,
-        taps: torch.Tensor | None,
-        state: torch.Tensor | None,
-        token: torch.Tensor,
-        position: torch.Tensor,
-        caches: list[KeysValues],
-    ) -> tuple[torch.Tensor, torch.Tensor, list[KeysValues]]:
-        """Incremental forward (ALGORITHMS 9.7): T new slots after those in ``caches``, causal among themselves.
-
-        Args:
-            taps: [B, T, A*H] for complete slots, or None when
-            state: [B, T, H], the recurrent output of the parent, drives draft slots.
-            token: [B, T, H] embedded tokens.
-            position: [B, T].
-            caches: one entry a layer (empty at the start). They are not changed: draft slots are dropped by dropping what is returned.
-
-        Returns:
-            logits [B, T, V_d], recurrent state [B, T, H], the caches with the new slots appended.
-        """
-        assert (taps is None) != (state is None)
-        value: Any = state if taps is None else self.fuse(taps)
-        length = token.shape[1]
-        grown: list[KeysValues] = []
-        for index, layer in enumerate(self.layers):
-            inputs, residual = layer.inputs(token, value)  # type: ignore[operator]
-            new = layer.attention.keys_values(inputs, position, self.rotary)  # type: ignore[union-attr,operator]
-            whole = caches[index].append(new) if caches else new
-            grown.append(whole)
-            total = whole.keys.shape[2]
-            visible = torch.ones(length, total, dtype=torch.bool, device=token.device).tril(total - length)
-            attended = layer.attention(inputs, position, self.rotary, StepCache(whole), visible.expand(token.shape[0], -1, -1))  # type: ignore[operator]
-            value = layer.finish(residual, attended)  # type: ignore[operator]
-        output = self.norm(value)
-        return self.logits(output), (output if self.arch.norm_output else value), grown
+    def output_weight(self, target_lm_head: torch.Tensor) -> torch.Tensor:
+        return self.lm_head.weight

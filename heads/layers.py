@@ -57,12 +57,6 @@ class KeysValues:
     keys: torch.Tensor
     values: torch.Tensor
 
-    def append(self, other: KeysValues) -> KeysValues:
-        return KeysValues(torch.cat((self.keys, other.keys), dim=2), torch.cat((self.values, other.values), dim=2))
-
-    def first(self, length: int) -> KeysValues:
-        return KeysValues(self.keys[:, :, :length], self.values[:, :, :length])
-
 
 @dataclass
 class StepCache:

@@ -5,6 +5,7 @@ Lowest room on purpose: data/ samples with it, eval/ verifies with it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,10 +21,22 @@ class Sampling:
     """Nucleus: the smallest set of most likely tokens that holds at least this mass; 1 keeps all."""
     top_k: int = 0
     """0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that occur in prompt or output are divided by it where positive, multiplied where negative; 1 changes nothing."""
 
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+def penalise(logits: torch.Tensor, sampling: Sampling, seen: Sequence[int]) -> torch.Tensor:
+    """Apply the repetition penalty to logits [V] whose prefix holds the tokens ``seen`` (Keskar et al. 2019, section 4.1)."""
+    if sampling.repetition_penalty == 1.0:
+        return logits
+    ids = torch.tensor(sorted(set(seen)), dtype=torch.int64, device=logits.device)
+    old = logits[ids]
+    penalty = sampling.repetition_penalty
+    return logits.index_put((ids,), torch.where(old > 0, old / penalty, old * penalty))
 
 
 def probabilities(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

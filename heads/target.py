@@ -21,7 +21,7 @@ from pydantic import model_validator
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from heads.cache import TargetCache
+from heads.cache import TargetCache, visible_slots
 from heads.config import Config
 from heads.errors import UserError
 
@@ -94,6 +94,8 @@ class FrozenTarget:
                 layers[0].register_forward_pre_hook(self._entry_hook, with_kwargs=True)
             else:
                 layers[tap - 1].register_forward_hook(self._hook(tap))
+        self._sliding_mask: torch.Tensor | None = None
+        self.window = self._hook_sliding_layers(layers)
         self.embedding: torch.Tensor = self.model.get_input_embeddings().weight
         self.lm_head: torch.Tensor = self.model.get_output_embeddings().weight
         self.softcap: float | None = getattr(self.config, "final_logit_softcapping", None)
@@ -118,6 +120,25 @@ class FrozenTarget:
     def _entry_hook(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._captured is not None:
             self._captured[0] = args[0] if args else kwargs["hidden_states"]
+
+    def _hook_sliding_layers(self, layers: Any) -> int | None:
+        """Let sliding-window layers see the mask made for them; returns the window in tokens, None where no layer slides.
+
+        The library takes one ready-made mask for all layers; a mask of our own must reach each kind of layer in its own form.
+        """
+        window = getattr(self.config, "sliding_window", None)
+        types = getattr(self.config, "layer_types", None)
+        slides = [t == "sliding_attention" for t in types] if types else [window is not None] * self.num_layers
+        if window is None or not any(slides):
+            return None
+
+        def replace(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return (args, kwargs) if self._sliding_mask is None else (args, kwargs | {"attention_mask": self._sliding_mask})
+
+        for layer, sliding in zip(layers, slides, strict=True):
+            if sliding:
+                layer.register_forward_pre_hook(replace, with_kwargs=True)
+        return int(window)
 
     @property
     def device(self) -> torch.device:
@@ -149,32 +170,56 @@ class FrozenTarget:
         cache: TargetCache | None = None,
         position: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
+        visible: torch.Tensor | None = None,
         taps: bool = True,
     ) -> TargetOutput:
         """Run the target without its LM head.
 
         Args:
             ids: [B, T].
-            cache: extended in place by T tokens.
+            cache: extended in place by T slots a line, which are not committed.
             position: [B, T]; without a cache and a mask, a position that does not follow its left neighbour starts a new document,
                 and attention stays inside documents.
             attention_mask: [B, cached + T] of 0/1 over left-padded rows.
+            visible: [B, T, columns] bool, which columns of the cache (these T included) each token sees (heads.cache.visible_slots);
+                for trees and for lines of unequal length. Sliding windows are applied on top of it. Needs cache and position. What the
+                cache holds already, committed or not, must be a chain (position = column).
             taps: whether to capture them.
         """
+        if visible is not None:
+            assert cache is not None and position is not None and attention_mask is None
+            attention_mask = self._masks(visible, position, cache)
         self._captured = {} if taps else None
         try:
             output = self.decoder(
                 input_ids=ids,
-                cache=cache,
+                cache=None if cache is None else cache.library,
                 position_ids=position,
                 attention_mask=attention_mask,
                 use_cache=cache is not None,
             )
             captured = self._captured
         finally:
-            self._captured = None
+            self._captured = self._sliding_mask = None
+        if cache is not None:
+            cache.advance(ids.shape[1])
         joined = torch.cat([captured[tap] for tap in self.taps], dim=-1) if captured is not None else None
         return TargetOutput(hidden=output.last_hidden_state, taps=joined)
+
+    def _masks(self, visible: torch.Tensor, position: torch.Tensor, cache: TargetCache) -> torch.Tensor:
+        """Additive mask [B, 1, T, columns] for full layers; the one for sliding layers is left where their hook finds it."""
+        if self.window is not None:
+            before = torch.tensor(cache.lengths or [0] * len(visible), device=visible.device).unsqueeze(1) + cache.lines.extra
+            column = torch.arange(visible.shape[2], device=visible.device)
+            relative = (column - before).clamp(0, position.shape[1] - 1)
+            key_position = torch.where(column < before, column, position.gather(1, relative))
+            near = position.unsqueeze(2) - key_position.unsqueeze(1) < self.window
+            self._sliding_mask = self._additive(visible & near)
+        return self._additive(visible)
+
+    def _additive(self, visible: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(visible.shape, dtype=self.dtype, device=visible.device)
+        return mask.masked_fill_(~visible, torch.finfo(self.dtype).min).unsqueeze(1)
 
     @torch.no_grad()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -216,7 +261,8 @@ class FrozenTarget:
 
     @torch.no_grad()
     def _self_check(self) -> None:
-        """Prove on six tokens what the rest relies on: the hooks fire, the LM head is the model's own, the cache can be cropped."""
+        """Prove on six tokens what the rest relies on: the hooks fire, the LM head is the model's own, the cache can be cropped, a mask of
+        ours is obeyed (a token that is hidden, in the tree's other branch, changes nothing)."""
         ids = torch.tensor([PROBE], device=self.device) % self.vocab_size
         name = type(self.model).__name__
         reference = self.model(input_ids=ids, use_cache=False).logits.float()
@@ -227,14 +273,24 @@ class FrozenTarget:
         cache = TargetCache()
         try:
             self.forward(ids, cache=cache, taps=False)
-            cache.keep(3)
+            cache.keep([3])
             again = self.forward(ids[:, 3:], cache=cache, taps=False)
+            cache.keep([3])
+            # Token 3, its child 4, a foreign sibling of 4, and 5 below 4.
+            own = torch.tensor([[[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]], device=self.device).bool()
+            position = torch.tensor([[3, 4, 4, 5]], device=self.device)
+            branched = torch.cat((ids[:, 3:5], ids[:, :1], ids[:, 5:]), dim=1)
+            visible = visible_slots(torch.tensor([3], device=self.device), own, 7)
+            tree = self.forward(branched, cache=cache, position=position, visible=visible, taps=False)
         except Exception as error:
             raise UserError(f"{name} has no KV cache that can be cropped ({error}); speculative decoding needs one") from error
-        if cache.length != len(PROBE) or not torch.allclose(
-            again.hidden.float(), whole.hidden[:, 3:].float(), atol=tolerance, rtol=tolerance
-        ):
-            raise UserError(f"{name} keeps state that cropping its KV cache does not undo; speculative decoding cannot use it")
+        expected = whole.hidden[:, 3:].float()
+        if cache.used != len(PROBE) + 1 or not torch.allclose(again.hidden.float(), expected, atol=tolerance, rtol=tolerance):
+            raise UserError(
+                f"{name} keeps recurrent or other state that cropping its KV cache does not undo; speculative decoding cannot use it"
+            )
+        if not torch.allclose(tree.hidden[:, [0, 1, 3]].float(), expected, atol=tolerance, rtol=tolerance):
+            raise UserError(f"{name} does not obey a ready-made attention mask (load it with sdpa or eager attention)")
 
 
 def load_target(config: TargetConfig, path: str | Path, device: torch.device, taps: Sequence[int] | None = None) -> FrozenTarget:

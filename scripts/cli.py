@@ -53,3 +53,13 @@ def recipe_arguments(
     # Plain parse_args takes all of nargs="*" at the first positional and refuses overrides after an option.
     parsed = parser.parse_intermixed_args(list(argv))
     return parsed.recipe, parsed.overrides, parsed
+
+
+def add_drafter_option(parser: argparse.ArgumentParser) -> None:
+    """--drafter NAME, short for evaluate.drafter.kind=NAME."""
+    parser.add_argument("--drafter", metavar="NAME", help="who drafts: head, lookup, independent, cross or none; its options are evaluate.drafter.*")
+
+
+def drafter_override(name: str | None) -> list[str]:
+    """The override that --drafter stands for."""
+    return [] if name is None else [f"evaluate.drafter.kind={name}"]

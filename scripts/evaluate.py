@@ -2,6 +2,7 @@
 
 python -m scripts.evaluate recipes/smollm2-135m-eagle3-quick.yaml
 python -m scripts.evaluate recipes/smollm2-135m-eagle3-quick.yaml evaluate.per_category=1 evaluate.max_new_tokens=16
+python -m scripts.evaluate recipes/smollm2-135m-eagle3-quick.yaml --drafter lookup
 """
 
 from __future__ import annotations
@@ -9,13 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from data.prompts import load_prompts
-from eval.drafters.eagle3 import Eagle3Drafter
 from eval.harness import choose, evaluate
 from eval.report import check_report_directory, headline, write_report
 from eval.statistics import summarise
-from heads.errors import UserError
-from scripts.cli import recipe_arguments, run
-from scripts.pipeline import device, open_target, open_template, split_prompts
+from scripts.cli import add_drafter_option, drafter_override, recipe_arguments, run
+from scripts.pipeline import device, open_drafter, open_target, open_template, split_prompts
 from train.provenance import machine_class, versions, write_provenance
 from train.recipe import Recipe, load_recipe
 from train.state import find_checkpoint, load_head
@@ -24,28 +23,28 @@ from train.strict import dump_recipe
 
 def main(argv: list[str]) -> None:
     """Run the command."""
-    path, overrides, _ = recipe_arguments(argv, "Decode held-out prompts with and without the draft head and report what it is worth.")
-    recipe = load_recipe(path, overrides)
+    path, overrides, options = recipe_arguments(
+        argv, "Decode held-out prompts with and without a drafter and report what it is worth.", add_drafter_option
+    )
+    recipe = load_recipe(path, overrides + drafter_override(options.drafter))
     config = recipe.evaluate
     prompts = choose(load_prompts(config.prompts), config.per_category)
     training, validation = split_prompts(recipe)
     shared = {c.id for c in prompts} & {c.id for c in [*training, *validation]}
-    if shared:
+    by_head = config.drafter.kind == "head"
+    if shared and by_head:
         print(f"warning: {len(shared)} of the {len(prompts)} evaluation prompts are training prompts; acceptance on them flatters the head")
-    checkpoint = find_checkpoint(recipe.run_dir / "checkpoints", config.checkpoint)
-    report = recipe.run_dir / "report"
+    report = recipe.run_dir / ("report" if by_head else f"report-{config.drafter.kind}")
     check_report_directory(report)
     on = device()
-    head = load_head(checkpoint).to(on).eval()
+    checkpoint = find_checkpoint(recipe.run_dir / "checkpoints", config.checkpoint) if by_head else None
+    head = load_head(checkpoint).to(on).eval() if checkpoint else None
     template = open_template(recipe)
-    target = open_target(recipe, on, head.arch.taps)
-    if head.arch.vocab_size != target.vocab_size or head.arch.hidden_size != target.hidden_size:
-        raise UserError(
-            f"the head in {checkpoint} was trained for another target: its vocabulary or width differs from {recipe.target.name}'s"
-        )
-    drafter = Eagle3Drafter(head, target, config.sampling, sample_proposals=config.proposals == "sampled")
+    target = open_target(recipe, on, head.arch.taps if head else None)
+    drafter, about = open_drafter(recipe, target, template, on, head)
     records = evaluate(target, template, drafter, prompts, config)
-    summary = summarise(records, greedy=config.sampling.greedy, bootstrap=config.bootstrap, seed=config.seed)
+    greedy = config.sampling.greedy
+    summary = summarise(records, greedy=greedy, typical=not config.lossless, bootstrap=config.bootstrap, seed=config.seed)
     identity = {
         "target": {
             "name": recipe.target.name,
@@ -53,14 +52,8 @@ def main(argv: list[str]) -> None:
             "dtype": str(target.dtype),
             "layers": target.num_layers,
         },
-        "head": {
-            "kind": head.arch.kind,
-            "checkpoint": f"{recipe.name}/{checkpoint.name}",
-            "taps": list(head.arch.taps),
-            "draft_vocab_size": head.vocab.size,
-            "draft_vocab": head.vocab.fingerprint,
-            "parameters": sum(p.numel() for p in head.parameters()),
-        },
+        "drafter": {"name": drafter.name, "about": getattr(drafter, "choice", about)},
+        "head": describe_head(head, f"{recipe.name}/{checkpoint.name}") if checkpoint else {},
         "template": {"fingerprint": template.fingerprint, "end_of_turn_ids": sorted(template.stop_ids)},
         "sampling": _sampling(recipe),
         "prompts": {"source": config.prompts.source, "prompts": len(prompts), "also in training": len(shared)},
@@ -72,17 +65,33 @@ def main(argv: list[str]) -> None:
     print(f"{headline(summary)}\nreport: {report / 'report.md'}")
 
 
+def describe_head(head: Any, checkpoint: str) -> dict[str, Any]:
+    """What a report says of the head."""
+    return {
+        "kind": head.arch.kind,
+        "checkpoint": checkpoint,
+        "taps": list(head.arch.taps or ()),
+        "draft_vocab_size": head.vocab.size,
+        "draft_vocab": head.vocab.fingerprint,
+        "parameters": sum(p.numel() for p in head.parameters()),
+    }
+
+
 def _sampling(recipe: Recipe) -> dict[str, Any]:
     config = recipe.evaluate
-    greedy = config.sampling.greedy
+    greedy, shape = config.sampling.greedy, config.drafter.shape
     return {
         "temperature": config.temperature,
         "top_p": config.top_p,
-        "draft": "chain",
+        "top_k": config.top_k,
+        "repetition_penalty": config.repetition_penalty,
+        "stop": list(config.stop),
+        "draft": shape.kind if shape.kind == "chain" else f"{shape.kind} tree of at most {shape.nodes} tokens",
         "draft_length": config.draft_length,
-        "proposals": "argmax" if greedy or config.proposals == "greedy" else "sampled from the head",
+        "proposals": "most likely" if greedy or config.proposals == "greedy" or shape.kind == "dynamic" else "sampled",
+        "acceptance": "exact" if config.lossless else "typical, NOT lossless",
         "max_new_tokens": config.max_new_tokens,
-        "batch": 1,
+        "batch": config.batch_size,
         "seed": config.seed,
     }
 

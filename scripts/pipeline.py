@@ -7,14 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoTokenizer
 
 from data.bundled import resolve_target
 from data.corpus import TokenCorpus, open_sealed
+from data.features import FeatureStore
 from data.prompts import Conversation, load_prompts
 from data.regenerate import held_back
 from data.template import ChatTemplate
+from eval.drafters.base import Drafter
+from eval.drafters.build import build_drafter, check_draft
+from eval.drafters.cross_vocabulary import CrossVocabularyDrafter
+from eval.drafters.independent import check_vocabularies
 from heads.errors import UserError
-from heads.target import FrozenTarget, load_target
+from heads.target import FrozenTarget, TargetConfig, load_target
 from train.recipe import Recipe
 
 
@@ -44,13 +50,21 @@ def target_identity(recipe: Recipe, target: FrozenTarget, template: ChatTemplate
 def corpus_identity(recipe: Recipe, target: FrozenTarget, template: ChatTemplate, conversations: list[Conversation]) -> dict[str, Any]:
     """What makes a corpus: another value of any of these is another corpus."""
     prompts = hashlib.sha256("".join(c.id for c in conversations).encode()).hexdigest()[:16]
-    sampling = recipe.regenerate.model_dump(exclude={"batch_size"})
+    sampling = recipe.regenerate.model_dump(exclude={"batch_size", "keep_features"})
     length = min(recipe.packing.max_length, target.max_length)
     return target_identity(recipe, target, template) | {
         "prompts": prompts,
         "regenerate": sampling,
         "max_length": length,
     }
+
+
+def open_features(recipe: Recipe, target: FrozenTarget) -> FeatureStore | None:
+    """The kept states of the recipe's corpus; None where there are none and none are to be written."""
+    if not recipe.regenerate.keep_features and not recipe.features_dir.exists():
+        return None
+    identity = {"target_fingerprint": target.fingerprint, "taps": list(target.taps), "dtype": str(target.dtype)}
+    return FeatureStore(recipe.features_dir, identity)
 
 
 def open_corpus(recipe: Recipe, target: FrozenTarget, template: ChatTemplate) -> tuple[TokenCorpus, dict[str, Any]]:
@@ -74,6 +88,45 @@ def check_run_directory(recipe: Recipe) -> Path:
     if foreign:
         raise UserError(f"{run_dir} holds files that no run wrote ({', '.join(sorted(foreign)[:3])}); choose another name: in the recipe")
     return run_dir
+
+
+def open_drafter(
+    recipe: Recipe, target: FrozenTarget, template: ChatTemplate, on: torch.device, head: Any = None
+) -> tuple[Drafter, str]:
+    """The drafter of recipe.evaluate, and a sentence about it."""
+    config, sampling = recipe.evaluate.drafter, recipe.evaluate.sampling
+    if head is not None and (head.arch.vocab_size != target.vocab_size or head.arch.hidden_size != target.hidden_size):
+        raise UserError(
+            f"the head in {recipe.run_dir / 'checkpoints'} was trained for another target: its vocabulary or width differs from "
+            f"{recipe.target.name}'s"
+        )
+    check_draft(config.shape, recipe.evaluate.draft_length, target, head)
+    sampled = recipe.evaluate.proposals == "sampled"
+    model = None
+    if config.model is not None and config.kind in ("independent", "cross"):
+        path = resolve_target(config.model.name)
+        tokenizer = load_tokenizer(path, config.model)
+        if config.kind == "independent":
+            check_vocabularies(template.tokenizer.get_vocab(), tokenizer.get_vocab(), config.model.name)
+        model = load_target(config.model, path, on)
+        if config.kind == "cross":
+            drafter = CrossVocabularyDrafter(
+                model, tokenizer, target, template.tokenizer, sampling,
+                method=config.method, sample_proposals=sampled, stop_ids=template.stop_ids,
+            )  # fmt: skip
+            return drafter, f"cross-vocabulary drafts by {config.model.name}"
+    drafter_of_recipe = build_drafter(
+        config, target, sampling, sample_proposals=sampled, stop_ids=template.stop_ids, head=head, model=model
+    )
+    return drafter_of_recipe, f"drafts by {drafter_of_recipe.name}"
+
+
+def load_tokenizer(path: str, config: TargetConfig) -> Any:
+    """The tokenizer of a draft model."""
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the tokenizer of draft model '{config.name}' cannot be loaded ({str(error).splitlines()[0]})") from error
 
 
 PROVENANCE = ("recipe.yaml", "command.txt", "versions.json")

@@ -15,7 +15,7 @@ from data.regenerate import regenerate
 from data.template import check_fit
 from heads.vocab import DraftVocab
 from scripts.cli import recipe_arguments, run
-from scripts.pipeline import check_run_directory, corpus_identity, device, open_target, open_template, split_prompts
+from scripts.pipeline import check_run_directory, corpus_identity, device, open_features, open_target, open_template, split_prompts
 from train.provenance import write_provenance
 from train.recipe import load_recipe
 from train.strict import dump_recipe
@@ -36,7 +36,8 @@ def main(argv: list[str]) -> None:
     for directory in {run_dir, recipe.corpus_dir}:
         write_provenance(directory, dump_recipe(recipe))
     started = time.perf_counter()
-    regenerate(conversations, target, template, corpus, recipe.regenerate, int(identity["max_length"]))
+    features = open_features(recipe, target) if recipe.regenerate.keep_features else None
+    regenerate(conversations, target, template, corpus, recipe.regenerate, int(identity["max_length"]), features)
     summary = corpus.seal(target.vocab_size)
     counts = answer_counts(corpus, target.vocab_size)
     size = recipe.head.draft_vocab_size

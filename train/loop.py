@@ -11,12 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from pydantic import Field
 from safetensors.torch import load_file
 from torch import nn
 from tqdm import tqdm
 
+from data.features import FeatureStore
 from data.packing import Batch, PackedRows, RowOrder
 from heads.config import Config
 from heads.errors import UserError
@@ -84,10 +86,13 @@ def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
 
 
 class Features:
-    """Target states of packed rows, and what their labels say of the whole vocabulary: computed online, or kept up to a budget."""
+    """Target states of packed rows, and what their labels say of the whole vocabulary: computed online, or read from a store; what was
+    computed or read is kept in memory up to a budget."""
 
-    def __init__(self, target: FrozenTarget, rows: PackedRows, draft_ids: torch.Tensor, budget_gib: float) -> None:
-        self.target, self.rows = target, rows
+    def __init__(
+        self, target: FrozenTarget, rows: PackedRows, draft_ids: torch.Tensor, budget_gib: float, store: FeatureStore | None = None
+    ) -> None:
+        self.target, self.rows, self.store = target, rows, store
         self._draft_ids = draft_ids.to(target.device)
         self._budget = int(budget_gib * 2**30)
         self._keeps = self._budget > 0
@@ -95,7 +100,7 @@ class Features:
 
     def __call__(self, batch: Batch) -> tuple[TargetOutput, LabelStatistics | None]:
         """States [B, T, ...] and label statistics [B, T] (None where they are left to the loss)."""
-        if not self._keeps:
+        if not self._keeps and self.store is None:
             return run_target(self.target, batch), None
         # Row by row, each alone: what is kept has the same bits whichever batch asked for it first.
         outputs, statistics = zip(*(self._row(row) for row in batch.rows), strict=True)
@@ -111,7 +116,7 @@ class Features:
         if row in self._kept:
             return self._kept[row]
         batch = self.rows.batch([row]).to(self.target.device)
-        output = run_target(self.target, batch)
+        output = self._stored(batch, row) or run_target(self.target, batch)
         assert output.taps is not None
         # Only where a label can be: the logits over the whole vocabulary cost a third as much as the target's layers on a small target.
         written = batch.mask[0]
@@ -128,6 +133,23 @@ class Features:
         return output, statistics
 
 
+    def _stored(self, batch: Batch, row: int) -> TargetOutput | None:
+        """The row's states from the store; None where a document of it is not in there."""
+        documents = [self.rows.documents[i] for i in self.rows.rows[row]]
+        if self.store is None or not all(d.ids in self.store for d in documents):
+            return None
+        parts = [self.store.read(d.ids) for d in documents]
+        sizes = [min(len(d.ids), self.rows.length) for d in documents]
+        width = batch.ids.shape[1]
+
+        def joined(which: int) -> torch.Tensor:
+            # The last position of a document has no features and carries no loss: zeros.
+            whole = torch.cat([F.pad(p[which], (0, 0, 0, 1))[:n] for p, n in zip(parts, sizes, strict=True)])
+            return F.pad(whole, (0, 0, 0, width - len(whole))).unsqueeze(0).to(self.target.device)
+
+        return TargetOutput(hidden=joined(1), taps=joined(0))
+
+
 @dataclass
 class Run:
     """One training run: what the loop needs, put together by train_eagle.py."""
@@ -142,6 +164,8 @@ class Run:
     measure: Callable[[], float]
     """Acceptance length of the head as it is, by real decoding; called on every process at once."""
     provenance: dict[str, str]
+    store: FeatureStore | None = None
+    """Kept states of the corpus."""
     progress: Progress = field(default_factory=Progress)
 
     def __post_init__(self) -> None:
@@ -154,7 +178,7 @@ class Run:
             )
         self.steps = config.steps or math.ceil(config.epochs * len(self.rows) / config.batch_size)
         self.order = RowOrder(len(self.rows), config.seed)
-        self.features = Features(self.target, self.rows, self.objective.head.vocab.target_ids, config.feature_cache_gib)
+        self.features = Features(self.target, self.rows, self.objective.head.vocab.target_ids, config.feature_cache_gib, self.store)
         self.head = self.objective.head
         self.names = {p: n for n, p in self.head.named_parameters()}
         trained = [p for p in self.head.parameters() if p.requires_grad]

@@ -67,6 +67,12 @@ class Recipe(Config):
     def corpus_dir(self) -> Path:
         return self.corpus or self.run_dir / "corpus"
 
+    @property
+    def features_dir(self) -> Path:
+        """Beside the corpus, whose text the features belong to."""
+        corpus = self.corpus_dir
+        return corpus.with_name("features" if corpus.name == "corpus" else f"{corpus.name}-features")
+
 
 def load_recipe(path: Path, overrides: list[str]) -> Recipe:
     """Read, override, validate; raises RecipeError with all problems at once."""

@@ -139,16 +139,21 @@ def find_checkpoint(directory: Path, name: str) -> Path:
 
 def load_head(checkpoint: Path) -> Any:
     """The head of a checkpoint, with its draft vocabulary, in float32 on the CPU."""
-    about = json.loads((checkpoint / "head.json").read_text())
-    kind = head_kind(about.get("kind", ""))
-    arch = kind.architecture.model_validate(about | {"taps": tuple(about["taps"])})
+    text = (checkpoint / "head.json").read_text()
+    kind = head_kind(json.loads(text).get("kind", ""))
+    arch: Any = kind.architecture.model_validate_json(text)
     tensors = load_file(checkpoint / "head.safetensors")
-    draft_ids = tensors["d2t"] + torch.arange(tensors["d2t"].numel())
-    head = kind.module(arch, DraftVocab(draft_ids, arch.vocab_size))
+    maps = [name for name in tensors if name.split(".")[-1] == "d2t"]
+    if maps:
+        offsets = tensors[maps[0]]
+        vocab = DraftVocab(offsets + torch.arange(offsets.numel()), arch.vocab_size)
+    else:
+        vocab = DraftVocab.full(arch.vocab_size)
+    head = kind.build(arch, vocab)
     try:
         head.load_state_dict(tensors)
     except RuntimeError as error:
         raise UserError(f"the tensors in {checkpoint} do not fit its head.json ({str(error).splitlines()[-1].strip()})") from error
-    if not torch.equal(head.t2d, head.vocab.t2d):
+    if maps and not torch.equal(tensors[maps[0].replace("d2t", "t2d")], vocab.t2d):
         raise UserError(f"the draft vocabulary maps in {checkpoint} contradict each other; the checkpoint cannot be trusted")
     return head

@@ -5,44 +5,44 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from eval.acceptance import Draws
-from eval.drafters.base import Proposal
-from heads.target import TargetOutput
+from eval.drafters.base import Committed, Drafter
+from eval.tree import DraftTree
 
 
-class NoneDrafter:
+class NoneDrafter(Drafter):
     """Proposes nothing: the loop degrades to plain decoding, acceptance length 1."""
 
     name = "none"
-    needs_taps = False
 
-    def start(self) -> None:
+    def start(self, prompts: Sequence[Sequence[int]]) -> None:
         pass
 
-    def observe(self, output: TargetOutput, tokens: Sequence[int]) -> None:
-        pass
-
-    def propose(self, count: int, draws: Draws) -> Proposal:
-        return Proposal(())
+    def propose(self, counts: Sequence[int], draws: Sequence[Draws]) -> list[DraftTree]:
+        return [DraftTree() for _ in counts]
 
 
-class ScriptedDrafter:
-    """Proposes from a known continuation: the oracle (as it is), or an adversary (every token changed). For tests."""
+class ScriptedDrafter(Drafter):
+    """Proposes from known continuations: the oracle (as they are), or an adversary (every token changed). For tests."""
 
-    needs_taps = False
-
-    def __init__(self, name: str, continuation: Sequence[int], change: Callable[[int], int] = lambda token: token) -> None:
-        """continuation: the target's own output, the prefill token first."""
+    def __init__(self, name: str, continuations: Sequence[Sequence[int]], change: Callable[[int], int] = lambda token: token) -> None:
+        """continuations: the target's own output for each prompt, the prefill token first."""
+        super().__init__()
         self.name = name
-        self._continuation, self._change = list(continuation), change
-        self._emitted = 0
+        self._continuations, self._change = [list(c) for c in continuations], change
+        self._emitted: list[int] = []
+        self._rows: list[int] = []
 
-    def start(self) -> None:
-        self._emitted = 0
+    def start(self, prompts: Sequence[Sequence[int]]) -> None:
+        assert len(prompts) == len(self._continuations)
+        self._rows, self._emitted = list(range(len(prompts))), [0] * len(prompts)
 
-    def observe(self, output: TargetOutput, tokens: Sequence[int]) -> None:
+    def select(self, rows: Sequence[int]) -> None:
+        self._rows, self._emitted = [self._rows[r] for r in rows], [self._emitted[r] for r in rows]
+
+    def observe(self, committed: Committed) -> None:
         # The prompt's observation ends with the prefill token, which is the first token emitted.
-        self._emitted += len(tokens) if self._emitted else 1
+        self._emitted = [n + len(new) if n else 1 for n, new in zip(self._emitted, committed.tokens, strict=True)]
 
-    def propose(self, count: int, draws: Draws) -> Proposal:
-        ahead = self._continuation[self._emitted : self._emitted + count]
-        return Proposal(tuple(self._change(token) for token in ahead))
+    def propose(self, counts: Sequence[int], draws: Sequence[Draws]) -> list[DraftTree]:
+        ahead = [self._continuations[r][n : n + count] for r, n, count in zip(self._rows, self._emitted, counts, strict=True)]
+        return [DraftTree.chain([self._change(token) for token in tokens]) for tokens in ahead]

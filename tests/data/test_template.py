@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from transformers import PreTrainedTokenizerFast
 
 import data.regenerate
 from data.corpus import Document, TokenCorpus
+from data.generation import Answer
 from data.prompts import Conversation
 from data.regenerate import RegenerateConfig, regenerate
 from data.template import ChatTemplate
 from heads.errors import UserError
 from heads.target import FrozenTarget
-from tests.tiny import CHATML, tiny_model, tiny_target, tiny_tokenizer
+from tests.tiny import CHATML, scripted_generate, tiny_model, tiny_target, tiny_tokenizer
 
 HEADERS = (
     "{{ '<|begin|>' }}{% for m in messages %}{{ '<|head|>' + m['role'] + '<|/head|>\n\n' + CONTENT + '<|eot|>' }}{% endfor %}"
@@ -67,11 +69,7 @@ def answer_with(
     """The documents where the target "writes" these answers, and the prompts that it was given."""
     prompts: list[list[int]] = []
 
-    def scripted(target: Any, given: Any, stop_ids: Any, config: Any, keys: Any, *rest: Any) -> list[list[int]]:
-        prompts.extend(list(p) for p in given)
-        return [answers[turn] for _, turn in keys]
-
-    monkeypatch.setattr(data.regenerate, "generate_batch", scripted)
+    monkeypatch.setattr(data.regenerate, "generate", scripted_generate(answers, prompts))
     nobody: Any = None
     corpus = TokenCorpus(tmp_path / "corpus", {})
     regenerate([Conversation.make(turns=turns)], nobody, template, corpus, RegenerateConfig(), 400)
@@ -153,15 +151,14 @@ def test_masked_spans_are_what_a_real_target_wrote(monkeypatch: pytest.MonkeyPat
     model = tiny_model(vocab=len(template.tokenizer), scale=2.0)
     model.lm_head.weight.data[2] *= 3  # so that turns end
     written: dict[str, list[list[int]]] = {}
-    real = data.regenerate.generate_batch
+    real = data.regenerate.generate
 
-    def recording(target: Any, prompts: Any, stop_ids: Any, config: Any, keys: Any, *rest: Any) -> list[list[int]]:
-        answers = real(target, prompts, stop_ids, config, keys, *rest)
-        for (conversation, _), answer in zip(keys, answers):
-            written.setdefault(conversation, []).append(answer)
-        return answers
+    def recording(*args: Any) -> Iterator[Answer]:
+        for answer in real(*args):
+            written.setdefault(answer.request.key[0], []).append(answer.ids)
+            yield answer
 
-    monkeypatch.setattr(data.regenerate, "generate_batch", recording)
+    monkeypatch.setattr(data.regenerate, "generate", recording)
     conversations = [Conversation.make(turns=(f"say {i}", "again")) for i in range(12)]
     corpus = TokenCorpus(tmp_path, {})
     config = RegenerateConfig(temperature=4.0, max_new_tokens=60, batch_size=5)

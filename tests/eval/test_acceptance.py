@@ -4,54 +4,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 
-from eval.acceptance import Draws, RandomDraws, accept_delta, accept_greedy, accept_sampled
+from eval.acceptance import DELTA, EPSILON, RandomDraws, Verdict, accept_compared, accept_sampled, accept_typical
+from eval.tree import DraftTree
+from tests.tiny import EnumeratedDraws, every_path
 
 V = 5
-
-
-class EnumeratedDraws:
-    """Replays a script of choices; where the script ends it takes the first possible one. Keeps the probability of the path."""
-
-    def __init__(self, script: list[int]) -> None:
-        self.script = script
-        self.path: list[tuple[int, int]] = []
-        self.probability = 1.0
-
-    def _choose(self, chances: list[float]) -> int:
-        possible = [i for i, chance in enumerate(chances) if chance > 0]
-        at = len(self.path)
-        choice = self.script[at] if at < len(self.script) else 0
-        self.path.append((choice, len(possible)))
-        self.probability *= chances[possible[choice]]
-        return possible[choice]
-
-    def accept(self, p: float, q: float) -> bool:
-        assert q > 0, "a draft that q cannot give was put before the rule"
-        passes = min(1.0, p / q)
-        return self._choose([passes, 1 - passes]) == 0
-
-    def pick(self, weights: torch.Tensor) -> int:
-        assert float(weights.min()) >= 0 and float(weights.sum()) > 0
-        return self._choose((weights / weights.sum()).tolist())
-
-
-def every_path(run: Callable[[Draws], list[int]]) -> Iterator[tuple[list[int], float]]:
-    """(result, probability) of every way the draws can fall out, depth first."""
-    script: list[int] = []
-    while True:
-        draws = EnumeratedDraws(script)
-        yield run(draws), draws.probability
-        path = draws.path
-        while path and path[-1][0] + 1 == path[-1][1]:
-            path.pop()
-        if not path:
-            return
-        script = [choice for choice, _ in path[:-1]] + [path[-1][0] + 1]
+Run = Callable[[EnumeratedDraws], list[int]]
 
 
 class Tables:
@@ -73,13 +37,17 @@ class Tables:
     def __call__(self, *prefix: int) -> torch.Tensor:
         return self.levels[len(prefix)][prefix]
 
+    def law(self, node: int, path: Sequence[int]) -> torch.Tensor:
+        """As the acceptance rules ask for it."""
+        return self(*path)
+
     def joint(self) -> torch.Tensor:
         """[V, V, V]"""
         first, second, third = self.levels
         return first[:, None, None] * second[:, :, None] * third
 
 
-def joint_law(p: Tables, run: Callable[[Draws], list[int]]) -> torch.Tensor:
+def joint_law(p: Tables, run: Run) -> torch.Tensor:
     """Law of the first three tokens, extended by the target where a path gave fewer. run returns 1 to 3 tokens."""
     law = torch.zeros(V, V, V, dtype=torch.float64)
     for tokens, probability in every_path(run):
@@ -93,29 +61,41 @@ def joint_law(p: Tables, run: Callable[[Draws], list[int]]) -> torch.Tensor:
     return law
 
 
-def speculate_sampled(
-    p: Tables, q: Tables, length: int, rule: Callable[..., tuple[int, int]] = accept_sampled
-) -> Callable[[Draws], list[int]]:
-    def run(draws: Draws) -> list[int]:
-        drafts: list[int] = []
-        proposed = []
-        for _ in range(length):
-            proposed.append(q(*drafts))
-            drafts.append(draws.pick(proposed[-1]))
-        target = torch.stack([p(*drafts[:k]) for k in range(length + 1)])
-        accepted, extra = rule(target, torch.stack(proposed), drafts, draws)
-        return [*drafts[:accepted], extra]
+def output(tree: DraftTree, verdict: Verdict) -> list[int]:
+    """The tokens a cycle emits; checks that the verdict is a path from the root that ends where it says."""
+    node = 0
+    for step in verdict.path:
+        assert tree.parents[step - 1] == node
+        node = step
+    assert verdict.refused == bool(tree.children[node])
+    return [*(tree.tokens[n - 1] for n in verdict.path), verdict.extra]
+
+
+def drawn_tree(q: Tables, parents: Sequence[int], draws: EnumeratedDraws, replacement: bool = False) -> DraftTree:
+    """A tree of this shape whose siblings are drawn from q in the order of their numbers."""
+    tokens: list[int] = []
+    prefixes: dict[int, list[int]] = {0: []}
+    left: dict[int, torch.Tensor] = {}
+    for node, parent in enumerate(parents, start=1):
+        weights = left.setdefault(parent, q(*prefixes[parent]).clone())
+        token = draws.pick(weights)
+        if not replacement:
+            weights[token] = 0
+        tokens.append(token)
+        prefixes[node] = [*prefixes[parent], token]
+    return DraftTree(tuple(tokens), tuple(parents), {n: q(*prefixes[n]) for n in set(parents)}, replacement)
+
+
+def sampled(p: Tables, q: Tables, parents: Sequence[int], replacement: bool = False) -> Run:
+    def run(draws: EnumeratedDraws) -> list[int]:
+        tree = drawn_tree(q, parents, draws, replacement)
+        return output(tree, accept_sampled(tree, p.law, draws))
 
     return run
 
 
-def speculate_delta(p: Tables, drafts: tuple[int, ...]) -> Callable[[Draws], list[int]]:
-    def run(draws: Draws) -> list[int]:
-        target = torch.stack([p(*drafts[:k]) for k in range(len(drafts) + 1)])
-        accepted, extra = accept_delta(target, drafts, draws)
-        return [*drafts[:accepted], extra]
-
-    return run
+def compared(p: Tables, tree: DraftTree) -> Run:
+    return lambda draws: output(tree, accept_compared(tree, lambda node, path: draws.pick(p(*path))))
 
 
 def assert_same_law(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -133,82 +113,250 @@ KINDS = [
     ("low", "dense"),
     ("dense", "high"),
 ]
+CHAINS = [(), (0,), (0, 1)]
+
+# --- candidates drawn from q: rules 2.2 and 2.5 ---
 
 
 @pytest.mark.parametrize("length", [1, 2])
 @pytest.mark.parametrize(("p_kind", "q_kind"), KINDS)
-def test_sampled_rule_has_the_law_of_the_target(p_kind: str, q_kind: str, length: int) -> None:
+def test_sampled_chains_have_the_law_of_the_target(p_kind: str, q_kind: str, length: int) -> None:
     for seed in range(2):
         p, q = Tables(seed, p_kind), Tables(seed + 100, q_kind)
-        assert_same_law(joint_law(p, speculate_sampled(p, q, length)), p.joint())
+        assert_same_law(joint_law(p, sampled(p, q, CHAINS[length])), p.joint())
 
 
-def test_sampled_rule_with_q_equal_to_p_accepts_everything() -> None:
-    p = Tables(3)
-    paths = list(every_path(speculate_sampled(p, p, 2)))
-    assert {len(tokens) for tokens, _ in paths} == {3}
-    assert_same_law(joint_law(p, speculate_sampled(p, p, 2)), p.joint())
+@pytest.mark.parametrize(
+    ("parents", "p_kind", "q_kind"),
+    [
+        ((0, 0), "dense", "dense"),
+        ((0, 0), "zeros", "dense"),
+        ((0, 0, 0), "dense", "dense"),
+        ((0, 0), "dense", "high"),  # the second child exhausts q
+        ((0, 0, 0), "low", "dense"),
+        ((0, 0, 1, 1), "dense", "high"),
+        ((0, 0, 2, 2), "zeros", "dense"),
+        ((0, 1, 0, 1), "dense", "high"),  # siblings whose numbers are not neighbours
+        ((0, 0, 1, 2), "dense", "dense"),
+    ],
+)
+def test_sampled_trees_have_the_law_of_the_target(parents: tuple[int, ...], p_kind: str, q_kind: str) -> None:
+    p, q = Tables(20, p_kind), Tables(21, q_kind)
+    run = sampled(p, q, parents)
+    assert_same_law(joint_law(p, run), p.joint())
+    deepest = 1 + max(DraftTree((0,) * len(parents), parents).depths)
+    assert {len(tokens) for tokens, _ in every_path(run)} == set(range(1, deepest + 1))
 
 
-def test_sampled_rule_accepts_with_one_minus_total_variation() -> None:
+@pytest.mark.parametrize(("parents", "kind"), [((0, 0), "dense"), ((0, 0, 0), "dense"), ((0, 0, 2, 2), "high")])
+def test_siblings_drawn_with_replacement_have_the_law_of_the_target(parents: tuple[int, ...], kind: str) -> None:
+    p, q = Tables(22), Tables(23, kind)
+    assert_same_law(joint_law(p, sampled(p, q, parents, replacement=True)), p.joint())
+
+
+def test_more_children_are_accepted_more_often() -> None:
+    """And one child with 1 - TV(p, q)."""
     p, q = Tables(4), Tables(5)
-    rate = sum(chance for tokens, chance in every_path(speculate_sampled(p, q, 1)) if len(tokens) == 2)
-    assert rate == pytest.approx(float(torch.minimum(p(), q()).sum()), abs=1e-12)
+    rates = [sum(chance for tokens, chance in every_path(sampled(p, q, (0,) * n)) if len(tokens) == 2) for n in (1, 2, 3)]
+    assert rates[0] == pytest.approx(float(torch.minimum(p(), q()).sum()), abs=1e-12)
+    assert rates[0] < rates[1] < rates[2]
+
+
+def test_q_equal_to_p_accepts_everything() -> None:
+    p = Tables(3)
+    assert {len(tokens) for tokens, _ in every_path(sampled(p, p, CHAINS[2]))} == {3}
+    assert_same_law(joint_law(p, sampled(p, p, CHAINS[2])), p.joint())
 
 
 def test_disjoint_supports_never_accept() -> None:
     p, q = Tables(6, "low"), Tables(7, "high")
-    assert {len(tokens) for tokens, _ in every_path(speculate_sampled(p, q, 2))} == {1}
+    for parents in (CHAINS[2], (0, 0)):
+        assert {len(tokens) for tokens, _ in every_path(sampled(p, q, parents))} == {1}
 
 
-def test_residual_that_vanishes_by_rounding_falls_back_to_p() -> None:
-    class Refuse(EnumeratedDraws):
-        def accept(self, p: float, q: float) -> bool:
-            return False
+def always(tree: DraftTree, law: Any, draws: Any) -> Verdict:
+    """Takes the first child whatever it is."""
+    return Verdict((1,), draws.pick(law(1, [tree.tokens[0]])), False)
 
-    p = torch.tensor([[0.25, 0.75, 0.0], [1.0, 0.0, 0.0]], dtype=torch.float64)
-    assert accept_sampled(p, p[:1], [0], Refuse([])) == (0, 0)
-    assert accept_sampled(p, p[:1], [0], Refuse([1])) == (0, 1)
+
+def no_residual(tree: DraftTree, law: Any, draws: Any) -> Verdict:
+    """Draws from p where it should from what is left of it."""
+    verdict = accept_sampled(tree, law, draws)
+    return verdict if verdict.path else Verdict((), draws.pick(law(0, [])), True)
+
+
+def other_replacement(tree: DraftTree, law: Any, draws: Any) -> Verdict:
+    return accept_sampled(DraftTree(tree.tokens, tree.parents, tree.q, not tree.replacement), law, draws)
+
+
+def other_order(tree: DraftTree, law: Any, draws: Any) -> Verdict:
+    """Tries the children from the last to the first."""
+    verdict = accept_sampled(DraftTree(tree.tokens[::-1], tree.parents, tree.q, tree.replacement), law, draws)
+    return Verdict(tuple(len(tree.tokens) + 1 - n for n in verdict.path), verdict.extra, verdict.refused)
+
+
+@pytest.mark.parametrize(
+    ("rule", "parents", "replacement"),
+    [
+        (always, (0,), False),
+        (always, (0, 0), False),
+        (no_residual, (0,), False),
+        (no_residual, (0, 0), False),
+        (other_replacement, (0, 0), False),
+        (other_order, (0, 0), False),
+    ],
+)
+def test_wrong_rules_are_seen_by_the_enumeration(rule: Callable[..., Verdict], parents: tuple[int, ...], replacement: bool) -> None:
+    p, q = Tables(10), Tables(11)
+    assert_same_law(joint_law(p, sampled(p, q, parents, replacement=replacement)), p.joint())
+
+    def run(draws: EnumeratedDraws) -> list[int]:
+        tree = drawn_tree(q, parents, draws, replacement)
+        verdict = rule(tree, p.law, draws)
+        return [*(tree.tokens[n - 1] for n in verdict.path), verdict.extra]
+
+    assert float((joint_law(p, run) - p.joint()).abs().sum()) > 1e-2
+
+
+class Refuse(EnumeratedDraws):
+    """Accepts nothing, as rounding at p = q might."""
+
+    asked = 0
+
+    def accept(self, p: float, q: float) -> bool:
+        self.asked += 1
+        return False
+
+
+def test_a_residual_that_vanishes_by_rounding_falls_back_to_p() -> None:
+    p = torch.tensor([0.25, 0.75, 0.0], dtype=torch.float64)
+    for tree in (DraftTree.chain([0], [p]), DraftTree((0, 1), (0, 0), {0: p})):
+        for script in ([0], [1]):
+            draws = Refuse(script)
+            assert accept_sampled(tree, lambda node, path: p, draws) == Verdict((), script[0], True)
+            assert draws.probability == p[script[0]] and draws.asked == 1
+
+
+def test_an_exhausted_q_ends_the_trying_and_keeps_the_residual() -> None:
+    p = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+    only = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    draws = Refuse([2])
+    assert accept_sampled(DraftTree((0, 1), (0, 0), {0: only}), lambda node, path: p, draws) == Verdict((), 2, True)
+    assert draws.asked == 1 and draws.probability == pytest.approx(0.4, abs=1e-12)
+
+
+# --- candidates chosen deterministically: rules 2.1, 2.3 and 2.4 ---
 
 
 @pytest.mark.parametrize("kind", ["dense", "zeros"])
-def test_delta_rule_has_the_law_of_the_target(kind: str) -> None:
+def test_compared_chains_have_the_law_of_the_target(kind: str) -> None:
     p = Tables(8, kind)
-    chains = [(), *((d,) for d in range(V)), *itertools.product(range(V), repeat=2)]
-    for drafts in chains:
-        assert_same_law(joint_law(p, speculate_delta(p, drafts)), p.joint())
+    for drafts in [(), *((d,) for d in range(V)), *itertools.product(range(V), repeat=2)]:
+        assert_same_law(joint_law(p, compared(p, DraftTree.chain(drafts))), p.joint())
 
 
-def test_delta_rule_accepts_with_the_probability_of_the_draft() -> None:
-    p = Tables(9)
-    for draft in range(V):
-        rate = sum(chance for tokens, chance in every_path(speculate_delta(p, (draft,))) if len(tokens) == 2)
-        assert rate == pytest.approx(float(p()[draft]), abs=1e-12)
+TREES = [
+    ((1, 3), (0, 0)),
+    ((4, 0, 2), (0, 0, 0)),
+    ((2, 1, 2, 0), (0, 0, 1, 1)),
+    ((0, 3, 3, 1, 4), (0, 0, 1, 2, 2)),
+    ((0, 3, 4, 1, 2), (0, 1, 0, 3, 1)),
+    ((0, 1, 2, 3, 4), (0, 0, 0, 0, 0)),
+]
 
 
-def test_wrong_rules_are_seen_by_the_enumeration() -> None:
-    p, q = Tables(10), Tables(11)
-
-    def always(p: torch.Tensor, q: torch.Tensor, drafts: list[int], draws: Draws) -> tuple[int, int]:
-        return len(drafts), draws.pick(p[len(drafts)])
-
-    def no_residual(p: torch.Tensor, q: torch.Tensor, drafts: list[int], draws: Draws) -> tuple[int, int]:
-        for k, draft in enumerate(drafts):
-            if not draws.accept(float(p[k, draft]), float(q[k, draft])):
-                return k, draws.pick(p[k])
-        return always(p, q, drafts, draws)
-
-    for rule in (always, no_residual):
-        wrong = joint_law(p, speculate_sampled(p, q, 2, rule))
-        assert float((wrong - p.joint()).abs().sum()) > 1e-2
+@pytest.mark.parametrize("kind", ["dense", "zeros"])
+@pytest.mark.parametrize(("tokens", "parents"), TREES)
+def test_compared_trees_have_the_law_of_the_target(tokens: tuple[int, ...], parents: tuple[int, ...], kind: str) -> None:
+    p = Tables(9, kind)
+    tree = DraftTree(tokens, parents)
+    assert_same_law(joint_law(p, compared(p, tree)), p.joint())
+    descends = sum(chance for out, chance in every_path(compared(p, tree)) if len(out) > 1)
+    assert descends == pytest.approx(float(sum(p()[tokens[c - 1]] for c in tree.children[0])), abs=1e-12)
 
 
-def test_greedy_rule_accepts_the_matching_prefix() -> None:
+def outputs(run: Callable[[EnumeratedDraws], Any]) -> dict[Any, float]:
+    law: dict[Any, float] = {}
+    for out, chance in every_path(run):
+        law[tuple(out)] = law.get(tuple(out), 0.0) + chance
+    return law
+
+
+def test_the_order_of_the_children_does_not_matter() -> None:
+    """And comparing is the sequential form: accept a child with p(x), else set p(x) = 0, renormalise, go on."""
+    p = Tables(12)
+
+    def sequential(tree: DraftTree, draws: EnumeratedDraws) -> list[int]:
+        node, tokens = 0, []
+        while True:
+            r, taken = p(*tokens).clone(), None
+            for child in tree.children[node]:
+                token = tree.tokens[child - 1]
+                if draws.accept(float(r[token]), 1.0):
+                    taken = child
+                    break
+                r[token] = 0
+                r = r / r.sum()
+            if taken is None:
+                return [*tokens, draws.pick(r)]
+            node = taken
+            tokens.append(tree.tokens[node - 1])
+
+    for first, second, third in itertools.permutations((0, 2, 3)):
+        below = {0: 1 + (first, second, third).index(0), 3: 1 + (first, second, third).index(3)}
+        tree = DraftTree((first, second, third, 4, 1), (0, 0, 0, below[0], below[3]))
+        found = outputs(compared(p, tree))
+        if (first, second, third) == (0, 2, 3):
+            expected = found
+        one_by_one = outputs(lambda draws, tree=tree: sequential(tree, draws))
+        assert found.keys() == expected.keys() == one_by_one.keys()
+        for out, chance in expected.items():
+            assert found[out] == pytest.approx(chance, abs=1e-12) and one_by_one[out] == pytest.approx(chance, abs=1e-12)
+
+
+def test_greedy_takes_the_matching_prefix() -> None:
     best = [3, 1, 4, 1]
     for drafts in itertools.product(range(V), repeat=3):
         matching = next((k for k in range(3) if drafts[k] != best[k]), 3)
-        assert accept_greedy(best, drafts) == (matching, best[matching])
-    assert accept_greedy([2], []) == (0, 2)
+        verdict = accept_compared(DraftTree.chain(drafts), lambda node, path: best[node])
+        assert verdict == Verdict(tuple(range(1, matching + 1)), best[matching], matching < 3)
+    assert accept_compared(DraftTree(), lambda node, path: 2) == Verdict((), 2, False)
+
+
+# --- typical acceptance: rule 2.6, not lossless ---
+
+
+def test_typical_acceptance_by_hand() -> None:
+    flat = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04], dtype=torch.float64)  # exp(-H) = 0.2907: the threshold is 0.0872
+    sharp = torch.tensor([0.9, 0.08, 0.02, 0.0, 0.0], dtype=torch.float64)  # exp(-H) = 0.687: the threshold is epsilon, 0.09
+    uniform = torch.full((V,), 0.2, dtype=torch.float64)  # exp(-H) = 0.2: the threshold is 0.06
+    assert (EPSILON, DELTA) == (0.09, 0.3)
+
+    def path(tree: DraftTree, *laws: torch.Tensor) -> Verdict:
+        return accept_typical(tree, lambda node, tokens: laws[min(len(tokens), len(laws) - 1)], EnumeratedDraws([4]))
+
+    for p, passing in ((flat, {0, 1, 2}), (sharp, {0}), (uniform, {0, 1, 2, 3, 4})):
+        for token in range(V):
+            assert (path(DraftTree.chain([token]), p, uniform).path == (1,)) == (token in passing), (p, token)
+    # Of two children that pass the likelier wins; a deeper path wins over it; what hangs below a refused child does not count.
+    assert path(DraftTree((1, 0, 2), (0, 0, 0)), flat, uniform) == Verdict((2,), 4, False)
+    assert path(DraftTree((1, 0, 2, 3), (0, 0, 0, 3)), flat, uniform) == Verdict((3, 4), 4, False)
+    assert path(DraftTree((3, 0, 1, 1), (0, 0, 1, 1)), flat, uniform) == Verdict((2,), 4, False)
+    # Among equally long ones the sum of log p decides, not the first step: 0.3 * 0.9 > 0.5 * 0.2.
+    split = DraftTree((0, 1, 0, 0), (0, 0, 1, 2))
+    laws = {(): flat, (0,): uniform, (1,): sharp}
+    assert accept_typical(split, lambda node, tokens: laws.get(tuple(tokens), uniform), EnumeratedDraws([4])).path == (2, 4)
+    assert path(DraftTree.chain([3]), flat) == Verdict((), 4, True)
+
+
+def test_typical_acceptance_has_not_the_law_of_the_target() -> None:
+    p = Tables(13)
+    tree = DraftTree((int(p().argmax()),), (0,))
+    law = joint_law(p, lambda draws: output(tree, accept_typical(tree, p.law, draws)))
+    assert float((law - p.joint()).abs().sum()) > 0.1
+
+
+# --- the random draws ---
 
 
 def test_a_token_of_probability_zero_never_passes(monkeypatch: pytest.MonkeyPatch) -> None:

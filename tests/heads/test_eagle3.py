@@ -11,11 +11,13 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from data.packing import Batch, PackedRows, PackingConfig
+from heads.cache import LineCache
 from heads.eagle3 import Eagle3Head
-from heads.layers import KeysValues, Rotary
+from heads.layers import Rotary
 from heads.target import FrozenTarget, TargetOutput
 from heads.vocab import DraftVocab
-from tests.tiny import tiny_head, tiny_target
+from tests.heads.parity import DEPTHS, VOCAB, batch_of, check_detach, check_parity, check_ragged_trees, lively, without_gradient
+from tests.tiny import chain_visible, tiny_head, tiny_target
 from tests.train.runs import document
 from train.objectives import (
     ObjectiveConfig,
@@ -26,31 +28,9 @@ from train.objectives import (
     visible_slots,
 )
 
-DEPTHS = 4
-VOCAB = 60
-
-
-def batch_of(pack: bool) -> Batch:
-    """Three documents, one of two turns, in one packed row (with padding at its end) or in three padded rows."""
-    generator = torch.Generator().manual_seed(5)
-    documents = []
-    for index, mask in enumerate(([0] * 3 + [1] * 7, [0, 0] + [1] * 6 + [0] * 3 + [1] * 5, [0] * 4 + [1] * 4)):
-        documents.append(document(torch.randint(3, VOCAB, (len(mask),), generator=generator).numpy(), mask, f"c{index}"))
-    rows = PackedRows(documents, PackingConfig(max_length=40, pack=pack))
-    return rows.batch(range(len(rows)))
-
-
 def lively_head(target: FrozenTarget, full: bool, **config: Any) -> Eagle3Head:
-    """A head whose attention is far from uniform and whose norms are far from ones, so that mistakes show."""
     counts = torch.randint(0, 9, (target.vocab_size,), generator=torch.Generator().manual_seed(2))
-    head = tiny_head(target, vocab=None if full else DraftVocab.from_counts(counts, 25), **config)
-    generator = torch.Generator().manual_seed(9)
-    with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            if parameter.ndim == 1:
-                parameter.copy_(0.5 + torch.rand(parameter.shape, generator=generator))
-            elif "lm_head" not in name:
-                parameter.mul_(8.0)
+    head: Eagle3Head = lively(tiny_head(target, vocab=None if full else DraftVocab.from_counts(counts, 25), **config))
     return head
 
 
@@ -67,52 +47,16 @@ def training_inputs(target: FrozenTarget, batch: Batch) -> tuple[torch.Tensor, t
 def test_training_equals_incremental_decoding(variant: str, layers: int, pack: bool, full: bool) -> None:
     target = tiny_target("llama", vocab=VOCAB)
     head = lively_head(target, full, variant=variant, layers=layers)
+    assert head.vocab.size == (VOCAB if full else 25)
     batch = batch_of(pack)
-    plan = plan_unroll(batch, DEPTHS)
-    taps, tokens = training_inputs(target, batch)
-    with torch.no_grad():
-        outputs = head.unroll(taps, tokens, batch.position, visible_slots(batch), plan.slots)
-        trained = head.logits(outputs)  # [S, B, N, V_d]
-    assert trained.shape[-1] == head.vocab.size == (VOCAB if full else 25)
-    compared, documents = 0, set()
-    for row in range(len(batch.ids)):
-        for column, slot in enumerate(plan.slots[row].tolist()):
-            if not plan.valid[0, row, column]:
-                continue
-            number = int(batch.document[row, slot])
-            there = (batch.document[row] == number).nonzero().squeeze(1)
-            start, end = int(there[0]), int(there[-1]) + 1
-            for step, logits in enumerate(decode(head, target, batch.ids[row, start:end], taps[row, start:end], slot - start)):
-                torch.testing.assert_close(trained[step, row, column], logits, atol=1e-5, rtol=1e-5)
-                compared += 1
-            documents.add((row, number))
-    assert len(documents) == 3
-    assert compared >= int(plan.valid.sum()) > 40
+    check_parity(head, target, batch, training_inputs(target, batch)[0])
 
 
-@torch.no_grad()
-def decode(head: Eagle3Head, target: FrozenTarget, ids: torch.Tensor, taps: torch.Tensor, slot: int) -> list[torch.Tensor]:
-    """Logits of every step from a slot of one document, as decoding computes them: prefill in two calls, then one draft slot a call."""
-    caches: list[KeysValues] = []
-    split = slot // 2
-    logits, state = torch.empty(0), torch.empty(0)
-    for low, high in ((0, split), (split, slot + 1)):
-        if low == high:
-            continue
-        token = target.embed(ids[None, low + 1 : high + 1])
-        logits, state, caches = head.extend(taps[None, low:high], None, token, torch.arange(low, high)[None], caches)
-    found = [logits[0, -1]]
-    state = state[:, -1:]
-    for step in range(1, DEPTHS):
-        if slot + 1 + step >= len(ids):
-            break
-        token = target.embed(ids[None, slot + 1 + step : slot + 2 + step])
-        before = caches[0].keys.shape[2]
-        logits, state, grown = head.extend(None, state, token, torch.tensor([[slot + step]]), caches)
-        assert caches[0].keys.shape[2] == before and grown[0].keys.shape[2] == before + 1
-        caches = grown
-        found.append(logits[0, 0])
-    return found
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("variant", ["classic", "3.1"])
+def test_ragged_batches_and_trees_equal_chains(variant: str, layers: int) -> None:
+    target = tiny_target("llama", vocab=VOCAB)
+    check_ragged_trees(lively_head(target, False, variant=variant, layers=layers), target, len(target.taps) * 32)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -264,6 +208,26 @@ def test_gradient_is_zero_outside_the_mask(pack: bool, layers: int) -> None:
                 assert bool((taps.grad[row, slot] != 0).any()) == (slot <= last), (row, slot, last)
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("variant", ["classic", "3.1"])
+def test_every_parameter_gets_a_gradient(variant: str, layers: int) -> None:
+    target = tiny_target("llama", vocab=VOCAB)
+    head = tiny_head(target, variant=variant, layers=layers)
+    batch = batch_of(True)
+    taps, tokens = training_inputs(target, batch)
+    plan = plan_unroll(batch, DEPTHS)
+    outputs = head.unroll(taps, tokens, batch.position, visible_slots(batch), plan.slots)
+    head.logits(outputs)[plan.valid].square().sum().backward()
+    assert without_gradient(head) == []
+
+
+@pytest.mark.parametrize("variant", ["classic", "3.1"])
+def test_detached_steps_have_the_same_values_and_no_gradient_between_them(variant: str) -> None:
+    target = tiny_target("llama", vocab=VOCAB)
+    taps, _ = training_inputs(target, batch_of(True))
+    check_detach(lively_head(target, True, variant=variant, layers=2), target, taps)
+
+
 def test_hidden_states_of_prompts_and_padding_are_never_labels() -> None:
     batch, _, _, _, hidden, (loss, call) = forward_with_outputs(True)
     # a label of position s predicts s + 1, so it counts where both s (read) and s + 1 (predicted) were written by the target
@@ -284,7 +248,9 @@ def test_initial_values() -> None:
     torch.testing.assert_close(head.norm.weight, target.final_norm_weight() * 0.3)
     # Aligned: what comes out of an untrained head is close to the highest tap as fused.
     taps = torch.randn(1, 8, len(target.taps) * target.hidden_size)
-    _, state, _ = head.extend(taps, None, torch.randn(1, 8, target.hidden_size), torch.arange(8)[None], [])
+    cache = LineCache()
+    token = torch.randn(1, 8, target.hidden_size)
+    _, state = head.extend(taps, None, token, torch.arange(8)[None], cache, chain_visible(cache, 1, 8))
     high = taps[..., -target.hidden_size :]
     assert torch.cosine_similarity(state / head.norm.weight, high, dim=-1).mean().item() > 0.7
     assert torch.equal(head.target_ids(torch.arange(20)), torch.arange(40, 60))
