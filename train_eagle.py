@@ -55,7 +55,9 @@ def validation_measure(
     prompts: list[Conversation],
 ) -> float:
     """Acceptance length on the validation prompts, greedy, shared out over the processes."""
-    config = recipe.evaluate.model_copy(update={"max_new_tokens": recipe.train.eval_max_new_tokens, "temperature": 0.0, "batch_size": recipe.train.eval_prompts})
+    config = recipe.evaluate.model_copy(
+        update={"max_new_tokens": recipe.train.eval_max_new_tokens, "temperature": 0.0, "batch_size": recipe.train.eval_prompts}
+    )
     drafter = head_drafter(head, target, Sampling(), False, ShapeConfig())
     own = prompts[accelerator.process_index :: accelerator.num_processes]
     head.eval()
@@ -131,7 +133,8 @@ def describe(head: Eagle3Head, rows: PackedRows, counts: torch.Tensor, training:
         f"EAGLE-3 head of {trained / 1e6:.1f}M trained parameters, taps {list(head.arch.taps)} (residual stream after that many layers), "
         f"draft vocabulary {head.vocab.size:,} (covers {head.vocab.coverage(counts):.2%} of the answers)\n"
         f"{len(rows.documents)} documents in {len(rows)} rows, {rows.fill:.0%} full, {anchors:,} slots with loss; "
-        f"{rows.cut} documents cut at packing.max_length, {rows.without_loss} without loss left out; the target's states are kept for {kept} documents and computed for the others\n"
+        f"{rows.cut} documents cut at packing.max_length, {rows.without_loss} without loss left out; "
+        f"the target's states are kept for {kept} documents and computed for the others\n"
         f"{training.steps} steps on {training.accelerator.num_processes} process(es)"
         + _threads_hint(training.accelerator)
         + (f"; continuing from step {training.progress.step}" if resumed else ""),

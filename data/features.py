@@ -1,7 +1,7 @@
 """FeatureStore: taps and last hidden states that the target had when it wrote the corpus, so that training need not run it again.
 
-One safetensors file a corpus shard, ``taps/KEY`` [n, A*H] and ``hidden/KEY`` [n, H] a document. KEY is a hash of the document's ids: features
-can never be taken for those of other text. They cover every position but the document's last, which nothing is trained on.
+One safetensors file a corpus shard, ``taps/KEY`` [n, A*H] and ``hidden/KEY`` [n, H] a document. KEY is a hash of the document's ids:
+features can never be taken for those of other text. They cover every position but the document's last, which nothing is trained on.
 
 Shapes: n positions, A taps, H hidden width.
 """
@@ -66,7 +66,7 @@ class FeatureStore:
     def _know(self, path: Path) -> None:
         try:
             with safe_open(path, "pt") as file:
-                self._files.update({name.removeprefix("taps/"): path for name in file.keys() if name.startswith("taps/")})
+                self._files.update({name.removeprefix("taps/"): path for name in file.keys() if name.startswith("taps/")})  # noqa: SIM118
         except (SafetensorError, OSError) as error:
             raise UserError(f"feature file {path} is damaged ({error}); remove it, and the target's states are computed again") from error
 
@@ -85,7 +85,10 @@ class FeatureStore:
             assert len(taps) == len(hidden) == len(ids) - 1
             tensors[f"taps/{document_key(ids)}"] = taps.contiguous()
             tensors[f"hidden/{document_key(ids)}"] = hidden.contiguous()
-        path = self.directory / f"features-{len(list(self.directory.glob('features-*.safetensors'))):05d}.safetensors"
+        # Not the number of files: one that was damaged may have been removed from among them.
+        last = max(self.directory.glob("features-*.safetensors"), default=None)
+        number = int(last.stem.removeprefix("features-")) + 1 if last is not None else 0
+        path = self.directory / f"features-{number:05d}.safetensors"
         aside = path.with_name(f".{path.name}.tmp-{os.getpid()}")
         save_file(tensors, aside)
         with aside.open("rb") as file:

@@ -65,7 +65,7 @@ class Verdict:
 
 def accept_compared(tree: DraftTree, choose: Choice) -> Verdict:
     """Rules 2.1, 2.3 and 2.4, for candidates chosen deterministically: take the target's own token and see whether it was proposed."""
-    node, path, tokens = 0, [], []
+    node, path, tokens = 0, list[int](), list[int]()
     while True:
         token = choose(node, tokens)
         child = next((c for c in tree.children[node] if tree.tokens[c - 1] == token), None)
@@ -79,7 +79,7 @@ def accept_compared(tree: DraftTree, choose: Choice) -> Verdict:
 def accept_sampled(tree: DraftTree, law: Law, draws: Draws) -> Verdict:
     """Rules 2.2 (one child a node) and 2.5 (several), for candidates drawn from ``tree.q``."""
     assert tree.q is not None
-    node, path, tokens = 0, [], []
+    node, path, tokens = 0, list[int](), list[int]()
     while True:
         r = law(node, tokens)
         taken = None

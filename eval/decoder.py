@@ -34,8 +34,8 @@ class DecodeSettings:
     """K: deepest draft of a cycle."""
     max_new_tokens: int
     """At least 1; the prefill token counts."""
-    stop: StopRule = StopRule()
-    sampling: Sampling = Sampling()
+    stop: StopRule = StopRule()  # noqa: RUF009
+    sampling: Sampling = Sampling()  # noqa: RUF009
     typical: bool = False
     """Accept by rule 2.6, which does not keep the target's law."""
 

@@ -137,7 +137,9 @@ def evaluate(
             talks = [_start(i, conversations[i], template) for i in group]
             turn = 0
             while talks:
-                records = _decode_turn(target, drafter, talks, turn, config, settings, group[0] in timed, baseline, bool((number + turn) % 2))
+                records = _decode_turn(
+                    target, drafter, talks, turn, config, settings, group[0] in timed, baseline, bool((number + turn) % 2)
+                )
                 for talk, (record, _) in zip(talks, records, strict=True):
                     found.setdefault(talk.number, []).append(record)
                 talks = [t for t, (_, answer) in zip(talks, records, strict=True) if _goes_on(t, answer, turn, template, target.max_length)]

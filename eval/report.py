@@ -19,7 +19,17 @@ from eval.statistics import Interval, Summary
 from heads.errors import UserError
 
 CHARTS = ("per-position-acceptance.svg", "accepted-per-cycle.svg", "acceptance-length-by-category.svg")
-CYCLE_FIELDS = ["proposed", "accepted", "emitted", "limit (null: it did not bind)", "nodes", "draft us", "draft forward us", "verify us", "commit us"]
+CYCLE_FIELDS = [
+    "proposed",
+    "accepted",
+    "emitted",
+    "limit (null: it did not bind)",
+    "nodes",
+    "draft us",
+    "draft forward us",
+    "verify us",
+    "commit us",
+]
 _OWN = {"report.json", "report.md", *CHARTS}
 _BLUE, _ORANGE = "#1f5a99", "#d9822b"
 

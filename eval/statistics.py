@@ -339,9 +339,7 @@ def _check(records: Sequence[PromptRecord]) -> None:
         assert record.output_tokens == 1 + emitted, f"{where}: {record.output_tokens} output tokens, 1 + {emitted} emitted"
 
 
-def summarise(
-    records: Sequence[PromptRecord], *, greedy: bool, typical: bool = False, bootstrap: int = 10_000, seed: int = 0
-) -> Summary:
+def summarise(records: Sequence[PromptRecord], *, greedy: bool, typical: bool = False, bootstrap: int = 10_000, seed: int = 0) -> Summary:
     """All numbers of a report.
 
     Args:

@@ -165,7 +165,7 @@ def tree_of_marginals(log_q: torch.Tensor, ids: torch.Tensor, count: int) -> Dra
     """
     depths, ranks = log_q.shape
     values, tokens = log_q.double().tolist(), ids.tolist()
-    open_nodes = [(-values[0][0], 1, (0,), 0)]
+    open_nodes: list[tuple[float, int, Ranks, int]] = [(-values[0][0], 1, (0,), 0)]
     chosen: list[tuple[int, int]] = []  # (token, parent number)
     while open_nodes and len(chosen) < count:
         score, depth, path, parent = heapq.heappop(open_nodes)

@@ -91,7 +91,7 @@ class MedusaHead(nn.Module):
                 module.weight.zero_()
                 module.bias.zero_()
         for lm_head in self.lm_heads:
-            lm_head.weight.copy_(target.lm_head.float())  # type: ignore[union-attr,operator]
+            lm_head.weight.copy_(target.lm_head.float())  # type: ignore[operator]
 
     def outputs(self, hidden: torch.Tensor, heads: int | None = None) -> torch.Tensor:
         """hidden [..., H] -> [K, ..., H], what each head's LM head reads."""

@@ -41,7 +41,7 @@ class PEagleConfig(Config):
     ffn: int | None = None
     """Width of the MLP; None: the target's."""
     train_embedding: bool = False
-    """False: only the mask token's embedding is trained, so that the head loads wherever the target's table is used. True: a whole table."""
+    """False: only the mask token's embedding is trained, so that the head loads where the target's table is used. True: a whole table."""
     train_lm_head: bool = True
     """False freezes the LM head at its initial value."""
 

@@ -57,7 +57,9 @@ def recipe_arguments(
 
 def add_drafter_option(parser: argparse.ArgumentParser) -> None:
     """--drafter NAME, short for evaluate.drafter.kind=NAME."""
-    parser.add_argument("--drafter", metavar="NAME", help="who drafts: head, lookup, independent, cross or none; its options are evaluate.drafter.*")
+    parser.add_argument(
+        "--drafter", metavar="NAME", help="who drafts: head, lookup, independent, cross or none; its options are evaluate.drafter.*"
+    )
 
 
 def drafter_override(name: str | None) -> list[str]:

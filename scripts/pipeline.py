@@ -90,9 +90,7 @@ def check_run_directory(recipe: Recipe) -> Path:
     return run_dir
 
 
-def open_drafter(
-    recipe: Recipe, target: FrozenTarget, template: ChatTemplate, on: torch.device, head: Any = None
-) -> tuple[Drafter, str]:
+def open_drafter(recipe: Recipe, target: FrozenTarget, template: ChatTemplate, on: torch.device, head: Any = None) -> tuple[Drafter, str]:
     """The drafter of recipe.evaluate, and a sentence about it."""
     config, sampling = recipe.evaluate.drafter, recipe.evaluate.sampling
     if head is not None and (head.arch.vocab_size != target.vocab_size or head.arch.hidden_size != target.hidden_size):

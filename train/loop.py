@@ -132,7 +132,6 @@ class Features:
             self._kept[row] = output, statistics
         return output, statistics
 
-
     def _stored(self, batch: Batch, row: int) -> TargetOutput | None:
         """The row's states from the store; None where a document of it is not in there."""
         documents = [self.rows.documents[i] for i in self.rows.rows[row]]

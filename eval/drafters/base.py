@@ -51,10 +51,10 @@ class Drafter(ABC):
     def start(self, prompts: Sequence[Sequence[int]]) -> None:
         """Forget everything; new sequences begin."""
 
-    def select(self, rows: Sequence[int]) -> None:
+    def select(self, rows: Sequence[int]) -> None:  # noqa: B027
         """Keep these sequences, in this order; the others are finished."""
 
-    def observe(self, committed: Committed) -> None:
+    def observe(self, committed: Committed) -> None:  # noqa: B027
         """Take note of newly committed positions (after prefill: those of the prompt)."""
 
     @abstractmethod
@@ -84,6 +84,4 @@ def merge(waiting: Sequence[Committed], features: str) -> tuple[torch.Tensor, li
 
 def keep_rows(waiting: Sequence[Committed], rows: Sequence[int]) -> list[Committed]:
     """Observations of these sequences only, in this order."""
-    return [
-        Committed(w.hidden[list(rows)], None if w.taps is None else w.taps[list(rows)], [w.tokens[r] for r in rows]) for w in waiting
-    ]
+    return [Committed(w.hidden[list(rows)], None if w.taps is None else w.taps[list(rows)], [w.tokens[r] for r in rows]) for w in waiting]

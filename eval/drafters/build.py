@@ -83,14 +83,16 @@ def check_draft(shape: ShapeConfig, draft_length: int, target: FrozenTarget, hea
     nodes = draft_length if shape.kind == "chain" else shape.nodes
     if nodes + 1 >= target.max_length:
         raise UserError(
-            f"a draft of {nodes} tokens does not fit the target's context of {target.max_length}; lower evaluate.draft_length or shape.nodes"
+            f"a draft of {nodes} tokens does not fit the context of {target.max_length}; lower evaluate.draft_length or shape.nodes"
         )
 
 
 def first_layers(target: FrozenTarget, count: int) -> FrozenTarget:
     """A draft model made of the target's own first ``count`` decoder layers, its final norm and LM head. Weights are shared, not copied."""
     if not 1 <= count < target.num_layers:
-        raise UserError(f"drafter.first_layers is {count}; the target has {target.num_layers} layers, so it runs from 1 to {target.num_layers - 1}")
+        raise UserError(
+            f"drafter.first_layers is {count}; the target has {target.num_layers} layers, so it runs from 1 to {target.num_layers - 1}"
+        )
     model, decoder = _shallow(target.model), _shallow(target.decoder)
     decoder.layers = nn.ModuleList(list(target.decoder.layers)[:count])
     for name, child in target.model.named_children():

@@ -9,6 +9,7 @@ Shapes: B sequences, W nodes run at once, V_d draft vocabulary, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 import torch
 
 from eval.acceptance import Draws

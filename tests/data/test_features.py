@@ -95,9 +95,7 @@ def test_written_twice(store: FeatureStore) -> None:
         assert torch.equal(opened.read(ids)[0], taps + 1)  # the newest
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("target_fingerprint", "def"), ("taps", [1, 2]), ("dtype", "torch.bfloat16"), ("extra", 1)]
-)
+@pytest.mark.parametrize(("key", "value"), [("target_fingerprint", "def"), ("taps", [1, 2]), ("dtype", "torch.bfloat16"), ("extra", 1)])
 def test_another_identity_is_refused(store: FeatureStore, key: str, value: Any) -> None:
     with pytest.raises(UserError) as error:
         FeatureStore(store.directory, IDENTITY | {key: value})

@@ -1,25 +1,28 @@
-"""Answers by the target: batches do not matter, bad answers are dropped and counted, unfit prompts are refused."""
+"""Answers by the target: batches do not matter, bad answers are dropped and counted, unfit prompts are refused, states are kept."""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import data.regenerate
 from data.corpus import Document, TokenCorpus
+from data.features import FeatureStore
+from data.generation import Answer
 from data.prompts import Conversation
-from data.regenerate import RegenerateConfig, degenerate, generate_batch, held_back, regenerate
+from data.regenerate import RegenerateConfig, degenerate, held_back, regenerate
 from data.template import ChatTemplate
 from heads.errors import UserError
 from heads.target import FrozenTarget
-from tests.tiny import tiny_model, tiny_tokenizer
-
-PROMPTS = [[5, 9, 30], [7] * 11, [40, 41, 42, 43, 44, 45, 46], [100, 3]]
-KEYS = [(f"c{i}", 0) for i in range(4)]
+from tests.data.test_template import TEMPLATES, tokenizer
+from tests.tiny import scripted_generate, tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -31,77 +34,164 @@ def written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, turns: tuple[str, ...], answers: list[list[int]], max_length: int = 300
 ) -> tuple[list[Document], dict[str, Any], list[int]]:
     """Documents and summary where the target "writes" these answers, and the lengths of the prompts it was given."""
-    given: list[int] = []
-
-    def scripted(target: Any, prompts: Any, stop_ids: Any, config: Any, keys: Any, *rest: Any) -> list[list[int]]:
-        given.extend(map(len, prompts))
-        return [answers[turn] for _, turn in keys]
-
-    monkeypatch.setattr(data.regenerate, "generate_batch", scripted)
+    prompts: list[list[int]] = []
+    monkeypatch.setattr(data.regenerate, "generate", scripted_generate(answers, prompts))
     nobody: Any = None
     corpus = TokenCorpus(tmp_path, {})
     template = ChatTemplate(tiny_tokenizer())
     regenerate([Conversation.make(turns=turns)], nobody, template, corpus, RegenerateConfig(), max_length)
-    return list(corpus.documents()), corpus.seal(259), given
+    return list(corpus.documents()), corpus.seal(259), [len(p) for p in prompts]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
-def test_greedy_rows_equal_the_library(family: str) -> None:
-    model = tiny_model(family, vocab=259, scale=2.0)
-    config = RegenerateConfig(max_new_tokens=12)
-    rows = generate_batch(FrozenTarget(model), PROMPTS, frozenset({2}), config, KEYS, 400)
-    for prompt, row in zip(PROMPTS, rows, strict=True):
-        ids = torch.tensor([prompt])
-        whole = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=2)
-        assert row == whole[0, len(prompt) :].tolist()
+def content(corpus: TokenCorpus) -> Counter[Any]:
+    """What a corpus holds, whatever the order."""
+    documents = [(d.conversation, d.category, d.turns, d.finish, tuple(d.ids.tolist()), tuple(d.mask.tolist())) for d in corpus.documents()]
+    return Counter([*documents, *((d.conversation, d.reason) for d in corpus.dropped())])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_that_end_early_leave_the_others_alone(target: FrozenTarget, temperature: float) -> None:
-    config = RegenerateConfig(max_new_tokens=20, temperature=temperature)
-    free = generate_batch(target, PROMPTS, frozenset(), config, KEYS, 400)
-    stops = frozenset({free[1][3], free[3][8]})
-    ended = generate_batch(target, PROMPTS, stops, config, KEYS, 400)
-    for before, after in zip(free, ended, strict=True):
-        first = next((i for i, token in enumerate(before) if token in stops), len(before) - 1)
-        assert after == before[: first + 1]
-    assert len({len(row) for row in ended}) > 1
-
-
-def test_a_sampled_answer_does_not_depend_on_its_batch(target: FrozenTarget) -> None:
-    config = RegenerateConfig(temperature=1.0, top_p=0.95, max_new_tokens=24)
-    together = generate_batch(target, PROMPTS, frozenset({2}), config, KEYS, 400)
-    alone = [generate_batch(target, [p], frozenset({2}), config, [k], 400)[0] for p, k in zip(PROMPTS, KEYS)]
-    assert together == alone
-    backwards = generate_batch(target, PROMPTS[::-1], frozenset({2}), config, KEYS[::-1], 400)
-    assert backwards == alone[::-1]
-    # Streams are told apart by conversation, by turn and by seed.
-    prompt, stops = PROMPTS[:1], frozenset({2})
-    variants = [
-        generate_batch(target, prompt, stops, config, [("c0", 0)], 400)[0],
-        generate_batch(target, prompt, stops, config, [("c9", 0)], 400)[0],
-        generate_batch(target, prompt, stops, config, [("c0", 1)], 400)[0],
-        generate_batch(target, prompt, stops, config.model_copy(update={"seed": 1}), [("c0", 0)], 400)[0],
-    ]
-    assert len({tuple(v) for v in variants}) == 4
-
-
-def test_a_corpus_does_not_depend_on_the_batch_size(target: FrozenTarget, tmp_path: Path) -> None:
-    conversations = [Conversation.make(turns=("x" * (3 + 5 * i), "and?")[: 1 + i % 2]) for i in range(9)]
+@pytest.mark.parametrize("count", [9, 8])
+def test_a_corpus_does_not_depend_on_the_batch_size(target: FrozenTarget, tmp_path: Path, count: int) -> None:
+    conversations = [Conversation.make(turns=("x" * (3 + 5 * i), "and?")[: 1 + i % 2]) for i in range(count)]
     found = []
-    for size in (1, 4):
+    for size in (1, 4, 32):
         corpus = TokenCorpus(tmp_path / str(size), {})
         config = RegenerateConfig(temperature=1.0, max_new_tokens=16, batch_size=size)
         regenerate(conversations, target, ChatTemplate(tiny_tokenizer()), corpus, config, 200)
-        found.append([(d.conversation, d.ids.tolist(), d.mask.tolist(), d.finish) for d in corpus.documents()])
-        assert len(corpus.shards) == -(-9 // size)
-    assert found[0] == found[1] and len({c for c, *_ in found[0]}) == 9
+        found.append(content(corpus))
+        assert len(corpus.shards) == -(-count // size)
+        assert corpus.answered() == {c.id for c in conversations}
+    assert found[0] == found[1] == found[2] and len({d[0] for d in found[0]}) == count
 
 
-def test_nothing_longer_than_the_context(target: FrozenTarget) -> None:
-    config = RegenerateConfig(max_new_tokens=50)
-    rows = generate_batch(target, PROMPTS, frozenset(), config, KEYS, 13)
-    assert [len(p) + len(r) for p, r in zip(PROMPTS, rows, strict=True)] == [13] * 4
+class Talkative:
+    """Conversations of two turns with a target that ends its turns, writes specials, blanks and nonsense: documents of every fate."""
+
+    def __init__(self, name: str) -> None:
+        self.template = ChatTemplate(tiny_tokenizer() if name == "chatml" else tokenizer(TEMPLATES[name]))
+        model = tiny_model(vocab=len(self.template.tokenizer), scale=2.0)
+        model.lm_head.weight.data[2] *= 3
+        self.target = FrozenTarget(model)
+        self.conversations = [Conversation.make(turns=(f"say {i}", "again", "once more")[: 1 + i % 3]) for i in range(24)]
+        self.config = RegenerateConfig(temperature=4.0, max_new_tokens=60, batch_size=5, keep_features=True)
+        self.identity = {"taps": list(self.target.taps)}
+
+    def store(self, directory: Path) -> FeatureStore:
+        return FeatureStore(directory / "features", self.identity)
+
+    def run(self, directory: Path, features: bool = True) -> tuple[TokenCorpus, FeatureStore]:
+        corpus, store = TokenCorpus(directory / "corpus", {}), self.store(directory)
+        regenerate(self.conversations, self.target, self.template, corpus, self.config, 200, store if features else None)
+        return corpus, store
+
+    def check(self, corpus: TokenCorpus, store: FeatureStore) -> None:
+        """Every document's features are there, and are those of the document run alone."""
+        documents = list(corpus.documents())
+        for document in documents:
+            assert document.ids in store
+            taps, hidden = store.read(document.ids)
+            alone = self.target.forward(torch.from_numpy(document.ids.astype(np.int64))[None])
+            assert alone.taps is not None
+            torch.testing.assert_close(taps, alone.taps[0, :-1], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(hidden, alone.hidden[0, :-1], atol=1e-4, rtol=1e-4)
+
+
+@pytest.fixture(scope="module", params=["chatml", "trims"])
+def talkative(request: pytest.FixtureRequest) -> Talkative:
+    return Talkative(request.param)
+
+
+def test_features_are_those_of_the_documents(talkative: Talkative, tmp_path: Path) -> None:
+    corpus, store = talkative.run(tmp_path)
+    talkative.check(corpus, store)
+    documents = list(corpus.documents())
+    # All fates occur: turns in one document, histories rewritten, answers cut, second answers that were bad.
+    assert max(d.turns for d in documents) > 1
+    assert max(Counter(d.conversation for d in documents).values()) > 1
+    assert {f for d in documents for f in d.finish} == {"stop", "length"}
+    assert len(store) == len({tuple(d.ids.tolist()) for d in documents})
+    assert len(list(store.directory.glob("features-*"))) == len(corpus.shards) == 5
+    plain, empty = talkative.run(tmp_path / "without", features=False)
+    assert content(plain) == content(corpus) and len(empty) == 0
+
+
+def test_killed_between_features_and_shard(talkative: Talkative, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features come first: after a kill between the two, the answers are given again, and no document is without features."""
+    whole, _ = talkative.run(tmp_path / "whole")
+    original, calls = TokenCorpus.append, [0]
+
+    def append(self: TokenCorpus, *args: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise KeyboardInterrupt
+        original(self, *args)
+
+    monkeypatch.setattr(TokenCorpus, "append", append)
+    with pytest.raises(KeyboardInterrupt):
+        talkative.run(tmp_path / "cut")
+    store = talkative.store(tmp_path / "cut")
+    cut = TokenCorpus(tmp_path / "cut/corpus", {})
+    assert len(cut.shards) == 2 and len(list(store.directory.glob("features-*"))) == 3
+    assert len(store) > len({tuple(d.ids.tolist()) for d in cut.documents()})  # written ahead, of nobody yet
+    calls[0] = 3
+    corpus, store = talkative.run(tmp_path / "cut")
+    assert content(corpus) == content(whole)
+    assert len(corpus.answered()) == len(talkative.conversations)
+    talkative.check(corpus, store)
+
+
+@pytest.mark.parametrize("after", [1, 12, 30])
+def test_killed_while_answering(talkative: Talkative, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    whole, _ = talkative.run(tmp_path / "whole")
+    real = data.regenerate.generate
+
+    def killed(*args: Any) -> Iterator[Answer]:
+        for index, answer in enumerate(real(*args)):
+            if index == after:
+                raise KeyboardInterrupt
+            yield answer
+
+    monkeypatch.setattr(data.regenerate, "generate", killed)
+    with pytest.raises(KeyboardInterrupt):
+        talkative.run(tmp_path / "cut")
+    monkeypatch.undo()
+    before = {p.name: p.read_bytes() for p in TokenCorpus(tmp_path / "cut/corpus", {}).shards}
+    corpus, store = talkative.run(tmp_path / "cut")
+    assert content(corpus) == content(whole)
+    assert all((corpus.directory / name).read_bytes() == text for name, text in before.items())
+    talkative.check(corpus, store)
+    again = {p.name for p in corpus.shards}
+    talkative.run(tmp_path / "cut")  # nothing is left to do
+    assert {p.name for p in corpus.shards} == again
+
+
+def test_a_conversation_is_finished_before_a_new_one_is_begun(
+    talkative: Talkative, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that shards are written as soon as can be: at no time are more than a batch of conversations open."""
+    opened: list[str] = []
+    closed: set[str] = set()
+    most = [0]
+    real = data.regenerate.generate
+    taken = data.regenerate._take
+
+    def noting(target: Any, queue: Any, *rest: Any) -> Iterator[Answer]:
+        for answer in real(target, queue, *rest):
+            waiting = {r.key[0] for r in queue if r.key[1] == 0}
+            most[0] = max(most[0], len({c.id for c in talkative.conversations} - waiting - closed))
+            opened.append(answer.request.key[0])
+            yield answer
+
+    def noted(row: Any, *args: Any) -> bool:
+        goes_on = taken(row, *args)
+        if not goes_on:
+            closed.add(row.conversation.id)
+        return goes_on
+
+    monkeypatch.setattr(data.regenerate, "generate", noting)
+    monkeypatch.setattr(data.regenerate, "_take", noted)
+    talkative.run(tmp_path)
+    assert closed == {c.id for c in talkative.conversations} == set(opened)
+    assert most[0] <= talkative.config.batch_size
 
 
 def test_a_cut_answer_is_recorded_and_ends_its_conversation(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

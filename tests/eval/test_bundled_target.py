@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from eval.drafters.eagle3 import Eagle3Drafter
 
 from data.bundled import resolve_target
 from data.template import ChatTemplate
 from eval.decoder import decode
 from eval.drafters.base import Drafter
-from eval.drafters.eagle3 import Eagle3Drafter
 from eval.drafters.simple import NoneDrafter, ScriptedDrafter
 from eval.harness import first_divergence
 from heads.eagle3 import Eagle3Architecture, Eagle3Config, Eagle3Head

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from eval.drafters.eagle3 import Eagle3Drafter
 
 import eval.decoder
 from data.prompts import Conversation
 from data.template import ChatTemplate
 from eval.drafters.base import Proposal
-from eval.drafters.eagle3 import Eagle3Drafter
 from eval.drafters.simple import NoneDrafter
 from eval.harness import EvaluateConfig, choose, evaluate, first_departure, first_divergence, spread
 from eval.records import PromptRecord

@@ -131,7 +131,9 @@ def test_headline(summary: Summary) -> None:
 
 def test_one_prompt_without_plain_decoding(tmp_path: Path) -> None:
     """The smallest report: no intervals, no ratio, nothing accepted or even proposed."""
-    one = dataclasses.replace(records()[0], cycles=(Cycle(0, 0, 1),), output_tokens=2, plain_tokens=0, plain_seconds=0.0, checked=False, divergence=None)
+    one = dataclasses.replace(
+        records()[0], cycles=(Cycle(0, 0, 1),), output_tokens=2, plain_tokens=0, plain_seconds=0.0, checked=False, divergence=None
+    )
     summary = summarise([one], greedy=True)
     write_report(tmp_path / "r", summary, [one], {})
     assert "no interval" in headline(summary) and "not compared (not checked)" in headline(summary)

@@ -143,10 +143,16 @@ def test_a_stop_string_in_an_accepted_draft_ends_the_output_there(strings: tuple
 def test_stops_in_a_batch_end_each_sequence_alone() -> None:
     prompts, outputs = lively()
     letters = [chr(97 + i % 26) for i in range(VOCAB)]
-    rule = StopRule(frozenset({outputs[0][7]}), (letters[outputs[1][4]] + letters[outputs[1][5]],), lambda ids: "".join(letters[i] for i in ids))
+    rule = StopRule(
+        frozenset({outputs[0][7]}), (letters[outputs[1][4]] + letters[outputs[1][5]],), lambda ids: "".join(letters[i] for i in ids)
+    )
     ends = [plain_end(o, rule) for o in outputs]
     assert len(set(ends)) > 2
-    for drafter in (NoneDrafter(), ScriptedDrafter("oracle", outputs), ScriptedDrafter("mixed", outputs, lambda t: t + (t % 3 == 0))):
+    for drafter in (
+        NoneDrafter(),
+        ScriptedDrafter("oracle", outputs),
+        ScriptedDrafter("mixed", outputs, lambda t: (t + (t % 3 == 0)) % VOCAB),
+    ):
         results = run(prompts, drafter, rule)
         assert [g.tokens for g in results] == [o[:end] for o, end in zip(outputs, ends, strict=True)]
         assert [g.finish for g in results] == ["stop" if end else "length" for end in ends]

@@ -126,7 +126,9 @@ def check_ragged_trees(head: RecurrentHead, target: FrozenTarget, width: int) ->
     for b, n in enumerate(total):
         for node, parent in enumerate(parents):
             single = LineCache()
-            found = head.extend(features[b : b + 1, :n], None, tokens[b : b + 1, :n], torch.arange(n)[None], single, chain_visible(single, 1, n))
+            found = head.extend(
+                features[b : b + 1, :n], None, tokens[b : b + 1, :n], torch.arange(n)[None], single, chain_visible(single, 1, n)
+            )
             torch.testing.assert_close(found[0][0, -1], last[b][0], atol=1e-5, rtol=1e-5)
             found = found[0][:, -1:], found[1][:, -1:]
             for depth, token in enumerate((level1[b, parent], level2[b, node])):

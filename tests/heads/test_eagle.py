@@ -25,7 +25,7 @@ def fresh_head(target: FrozenTarget, **config: Any) -> EagleHead:
 
 
 def lively_head(target: FrozenTarget, **config: Any) -> EagleHead:
-    """The fusion apart, which passes the feature through and must not multiply it: no norm stands between steps, and values would explode."""
+    """The fusion apart, which passes the feature through and must not multiply it: no norm stands between steps, and values would explode."""  # noqa: E501
     head = fresh_head(target, **config)
     first: Any = head.layers[0]
     fusion = first.fc.weight.detach().clone()
@@ -74,7 +74,7 @@ def test_every_parameter_gets_a_gradient(layers: int) -> None:
 
 
 def test_one_layer_equals_the_formula() -> None:
-    """ALGORITHMS 8.1 written down again: W_fc [e ; f] + b, attention without a norm before it, MLP after one; nothing of heads/ but weights."""
+    """ALGORITHMS 8.1 written down again: W_fc [e ; f] + b, attention without a norm before it, MLP after one; nothing of heads/ but weights."""  # noqa: E501
     target = tiny_target("llama", vocab=VOCAB)
     head = lively_head(target)
     arch, layer = head.arch, head.layers[0]

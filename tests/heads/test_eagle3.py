@@ -28,6 +28,7 @@ from train.objectives import (
     visible_slots,
 )
 
+
 def lively_head(target: FrozenTarget, full: bool, **config: Any) -> Eagle3Head:
     counts = torch.randint(0, 9, (target.vocab_size,), generator=torch.Generator().manual_seed(2))
     head: Eagle3Head = lively(tiny_head(target, vocab=None if full else DraftVocab.from_counts(counts, 25), **config))

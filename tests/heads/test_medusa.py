@@ -32,7 +32,10 @@ def lively_head(target: FrozenTarget, **config: Any) -> MedusaHead:
 
 
 def targets() -> dict[str, FrozenTarget]:
-    return {"llama": tiny_target("llama", vocab=VOCAB), "gemma2": tiny_target("gemma2", vocab=VOCAB, final_logit_softcapping=3.0, scale=8.0)}
+    return {
+        "llama": tiny_target("llama", vocab=VOCAB),
+        "gemma2": tiny_target("gemma2", vocab=VOCAB, final_logit_softcapping=3.0, scale=8.0),
+    }
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "own"])
