@@ -64,16 +64,19 @@ def test_a_corpus_does_not_depend_on_the_batch_size(target: FrozenTarget, tmp_pa
 
 
 class Talkative:
-    """Conversations of two turns with a target that ends its turns, writes specials, blanks and nonsense: documents of every fate."""
+    """Conversations of one to three turns with a target whose turns end soon: by the template's own end of turn, after which ids go on,
+    by other stop ids, after which the template rewrites history, or by their limit. Some are empty."""
 
-    def __init__(self, name: str) -> None:
-        self.template = ChatTemplate(tiny_tokenizer() if name == "chatml" else tokenizer(TEMPLATES[name]))
-        model = tiny_model(vocab=len(self.template.tokenizer), scale=2.0)
-        model.lm_head.weight.data[2] *= 3
+    def __init__(self) -> None:
+        self.template = ChatTemplate(tiny_tokenizer(), range(20, 40))
+        model = tiny_model(vocab=len(self.template.tokenizer), scale=1.0)
+        model.lm_head.weight.data[2] *= 4
         self.target = FrozenTarget(model)
-        self.conversations = [Conversation.make(turns=(f"say {i}", "again", "once more")[: 1 + i % 3]) for i in range(24)]
-        self.config = RegenerateConfig(temperature=4.0, max_new_tokens=60, batch_size=5, keep_features=True)
+        self.conversations = [Conversation.make(turns=(f"say {i}", "again", "once more")[: 1 + i % 3]) for i in range(20)]
+        self.config = RegenerateConfig(temperature=4.0, max_new_tokens=14, batch_size=4, keep_features=True)
         self.identity = {"taps": list(self.target.taps)}
+        self.whole: Counter[Any] = Counter()
+        """What an uninterrupted run writes."""
 
     def store(self, directory: Path) -> FeatureStore:
         return FeatureStore(directory / "features", self.identity)
@@ -95,19 +98,25 @@ class Talkative:
             torch.testing.assert_close(hidden, alone.hidden[0, :-1], atol=1e-4, rtol=1e-4)
 
 
-@pytest.fixture(scope="module", params=["chatml", "trims"])
-def talkative(request: pytest.FixtureRequest) -> Talkative:
-    return Talkative(request.param)
+@pytest.fixture(scope="module")
+def talkative(tmp_path_factory: pytest.TempPathFactory) -> Talkative:
+    made = Talkative()
+    made.whole = content(made.run(tmp_path_factory.mktemp("whole"))[0])
+    return made
 
 
 def test_features_are_those_of_the_documents(talkative: Talkative, tmp_path: Path) -> None:
     corpus, store = talkative.run(tmp_path)
     talkative.check(corpus, store)
     documents = list(corpus.documents())
+    turns = Counter(d.conversation for d in documents for _ in range(d.turns))
+    wanted = {c.id: len(c.turns) for c in talkative.conversations}
     # All fates occur: turns in one document, histories rewritten, answers cut, second answers that were bad.
     assert max(d.turns for d in documents) > 1
     assert max(Counter(d.conversation for d in documents).values()) > 1
     assert {f for d in documents for f in d.finish} == {"stop", "length"}
+    assert any(turns[d.conversation] < wanted[d.conversation] and set(d.finish) == {"stop"} for d in documents)
+    assert any(corpus.dropped())
     assert len(store) == len({tuple(d.ids.tolist()) for d in documents})
     assert len(list(store.directory.glob("features-*"))) == len(corpus.shards) == 5
     plain, empty = talkative.run(tmp_path / "without", features=False)
@@ -116,7 +125,6 @@ def test_features_are_those_of_the_documents(talkative: Talkative, tmp_path: Pat
 
 def test_killed_between_features_and_shard(talkative: Talkative, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Features come first: after a kill between the two, the answers are given again, and no document is without features."""
-    whole, _ = talkative.run(tmp_path / "whole")
     original, calls = TokenCorpus.append, [0]
 
     def append(self: TokenCorpus, *args: Any) -> None:
@@ -134,14 +142,13 @@ def test_killed_between_features_and_shard(talkative: Talkative, tmp_path: Path,
     assert len(store) > len({tuple(d.ids.tolist()) for d in cut.documents()})  # written ahead, of nobody yet
     calls[0] = 3
     corpus, store = talkative.run(tmp_path / "cut")
-    assert content(corpus) == content(whole)
+    assert content(corpus) == talkative.whole
     assert len(corpus.answered()) == len(talkative.conversations)
     talkative.check(corpus, store)
 
 
-@pytest.mark.parametrize("after", [1, 12, 30])
+@pytest.mark.parametrize("after", [1, 9, 25])
 def test_killed_while_answering(talkative: Talkative, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    whole, _ = talkative.run(tmp_path / "whole")
     real = data.regenerate.generate
 
     def killed(*args: Any) -> Iterator[Answer]:
@@ -156,7 +163,7 @@ def test_killed_while_answering(talkative: Talkative, tmp_path: Path, monkeypatc
     monkeypatch.undo()
     before = {p.name: p.read_bytes() for p in TokenCorpus(tmp_path / "cut/corpus", {}).shards}
     corpus, store = talkative.run(tmp_path / "cut")
-    assert content(corpus) == content(whole)
+    assert content(corpus) == talkative.whole
     assert all((corpus.directory / name).read_bytes() == text for name, text in before.items())
     talkative.check(corpus, store)
     again = {p.name for p in corpus.shards}

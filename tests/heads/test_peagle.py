@@ -82,7 +82,7 @@ def decode(head: PEagleHead, target: FrozenTarget, ids: torch.Tensor, taps: torc
     cache = LineCache()
     cuts = sorted({0, (anchor + 1) // 2, anchor + 1})
     logits = torch.empty(0)
-    for low, high in zip(cuts[:-1], cuts[1:], strict=True):
+    for low, high in zip(cuts[:-1], cuts[1:], strict=True):  # noqa: RUF007
         token = head.embed(ids[None, low + 1 : high + 1], target.embedding)
         logits = head.draft(taps[None, low:high], token, [high - low], depth, cache)
         cache.keep([high])  # mask slots are forgotten, verified ones stay
