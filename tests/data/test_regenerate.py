@@ -21,7 +21,6 @@ from data.regenerate import RegenerateConfig, degenerate, held_back, regenerate
 from data.template import ChatTemplate
 from heads.errors import UserError
 from heads.target import FrozenTarget
-from tests.data.test_template import TEMPLATES, tokenizer
 from tests.tiny import scripted_generate, tiny_model, tiny_tokenizer
 
 

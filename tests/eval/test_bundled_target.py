@@ -7,14 +7,16 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from eval.drafters.eagle3 import Eagle3Drafter
 
 from data.bundled import resolve_target
 from data.template import ChatTemplate
-from eval.decoder import decode
+from eval.decoder import DecodeSettings, decode
 from eval.drafters.base import Drafter
+from eval.drafters.build import head_drafter
+from eval.drafters.shape import ShapeConfig
 from eval.drafters.simple import NoneDrafter, ScriptedDrafter
 from eval.harness import first_divergence
+from eval.stopping import StopRule
 from heads.eagle3 import Eagle3Architecture, Eagle3Config, Eagle3Head
 from heads.sampling import Sampling
 from heads.target import FrozenTarget, TargetConfig, load_target
@@ -71,15 +73,15 @@ def test_greedy_output_is_the_targets_own(target: FrozenTarget, template: ChatTe
     vocab = DraftVocab.from_counts(torch.zeros(target.vocab_size, dtype=torch.int64), 4096, template.stop_ids)
     head = Eagle3Head(Eagle3Architecture.resolve(config, target, vocab.size), vocab)
     head.initialise(target, config, torch.Generator().manual_seed(0))
-    eagle = Eagle3Drafter(head.eval(), target, Sampling(), False)
+    eagle = head_drafter(head.eval(), target, Sampling(), False, ShapeConfig())
     for question in QUESTIONS:
         prompt = prompt_ids(template, question)
 
         def tokens(drafter: Drafter, prompt: list[int] = prompt) -> list[int]:
-            return decode(target, prompt, drafter, draft_length=2, max_new_tokens=24, stop_ids=template.stop_ids).tokens
+            return decode(target, [prompt], drafter, DecodeSettings(2, 24, StopRule(template.stop_ids)))[0].tokens
 
         plain = tokens(NoneDrafter())
         assert plain[-1] == 2 or len(plain) == 24
-        adversary = ScriptedDrafter("adversary", plain, lambda token: token + 1 if token % 4 == 0 else token)
+        adversary = ScriptedDrafter("adversary", [plain], lambda token: token + 1 if token % 4 == 0 else token)
         for drafter in (eagle, adversary):
             assert_same(target, prompt, plain, tokens(drafter), drafter.name)

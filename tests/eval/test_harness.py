@@ -6,18 +6,21 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from eval.drafters.eagle3 import Eagle3Drafter
 
 import eval.decoder
 from data.prompts import Conversation
 from data.template import ChatTemplate
-from eval.drafters.base import Proposal
+from eval.acceptance import Verdict
+from eval.drafters.base import Committed
+from eval.drafters.build import head_drafter
+from eval.drafters.shape import ShapeConfig
 from eval.drafters.simple import NoneDrafter
 from eval.harness import EvaluateConfig, choose, evaluate, first_departure, first_divergence, spread
 from eval.records import PromptRecord
+from eval.tree import DraftTree
 from heads.errors import UserError
 from heads.sampling import Sampling
-from heads.target import FrozenTarget, TargetOutput
+from heads.target import FrozenTarget
 from tests.tiny import tiny_head, tiny_target, tiny_tokenizer
 
 CONFIG = EvaluateConfig(draft_length=3, max_new_tokens=10)
@@ -43,16 +46,17 @@ class Listener(NoneDrafter):
     name = "listener"
 
     def __init__(self) -> None:
+        super().__init__()
         self.heard: list[list[int]] = []
 
-    def start(self) -> None:
+    def start(self, prompts: Sequence[Sequence[int]]) -> None:
         self.heard.append([])
 
-    def observe(self, output: TargetOutput, tokens: Sequence[int]) -> None:
-        self.heard[-1] += tokens
+    def observe(self, committed: Committed) -> None:
+        self.heard[-1] += committed.tokens[0]
 
-    def propose(self, count: int, draws: object) -> Proposal:
-        return Proposal((7, 8, 9)[:count])
+    def propose(self, counts: Sequence[int], draws: object) -> list[DraftTree]:
+        return [DraftTree.chain((7, 8, 9)[:count]) for count in counts]
 
 
 def assert_accounts(record: PromptRecord) -> None:
@@ -61,7 +65,7 @@ def assert_accounts(record: PromptRecord) -> None:
 
 
 def test_two_turns_give_two_records(target: FrozenTarget, template: ChatTemplate) -> None:
-    drafter = Eagle3Drafter(tiny_head(target), target, Sampling(), False)
+    drafter = head_drafter(tiny_head(target), target, Sampling(), False, ShapeConfig())
     conversations = [talk("Hi", "And then?"), talk("One turn", category="other")]
     records = evaluate(target, template, drafter, conversations, CONFIG, progress=False)
     assert [(r.prompt_id, r.category, r.turn) for r in records] == [
@@ -106,7 +110,9 @@ def test_without_a_baseline_its_fields_are_zero(target: FrozenTarget, template: 
 def test_a_wrong_rule_shows_as_divergence(
     target: FrozenTarget, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch, plain: int | None
 ) -> None:
-    monkeypatch.setattr(eval.decoder, "accept_greedy", lambda best, drafts: (len(drafts), best[len(drafts)]))
+    monkeypatch.setattr(
+        eval.decoder, "accept_compared", lambda tree, choose: Verdict(tuple(range(1, tree.size)), choose(tree.size - 1, []), False)
+    )
     config = CONFIG.model_copy(update={"plain_prompts": plain})
     (record,) = evaluate(target, template, Listener(), [talk("Hi")], config, progress=False)
     assert record.checked and bool(record.plain_tokens) == (plain is None)
