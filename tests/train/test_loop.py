@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 from data.packing import PackedRows, PackingConfig
+from heads.cache import LineCache
 from heads.errors import UserError
 from heads.target import FrozenTarget, TargetOutput
 from heads.vocab import DraftVocab
-from tests.tiny import tiny_head, tiny_model
+from tests.tiny import chain_visible, tiny_head, tiny_model
 from tests.train.runs import VOCAB, document, small_run, small_target, weights
 from train.loop import Run, TrainConfig, learning_rate
 from train.objectives import run_target
@@ -288,13 +289,17 @@ def test_counting_language_is_learnt_at_every_depth(tmp_path: Path) -> None:
             ids = (start + torch.arange(5)[None]) % COUNT  # the slots read x_1..x_4, so the first draft token is x_5
             taps = target.forward(ids).taps
             assert taps is not None
-            logits, state, caches = run.head.extend(taps[:, :4], None, target.embed(ids[:, 1:]), torch.arange(4)[None], [])
+            cache = LineCache()
+            visible = chain_visible(cache, 1, 4)
+            output, state = run.head.extend(taps[:, :4], None, target.embed(ids[:, 1:]), torch.arange(4)[None], cache, visible)
+            cache.commit([range(4)])
             drafted = []
             state = state[:, -1:]
             for step in range(4):
-                token = run.head.target_ids(logits[:, -1].argmax(-1))
+                token = run.head.target_ids(run.head.logits(output[:, -1]).argmax(-1))
                 drafted.append(int(token))
-                logits, state, caches = run.head.extend(None, state, target.embed(token[:, None]), torch.tensor([[4 + step]]), caches)
+                where = torch.tensor([[4 + step]])
+                output, state = run.head.extend(None, state, target.embed(token[:, None]), where, cache, chain_visible(cache, 1, 1))
             assert drafted == [(start + 5 + k) % COUNT for k in range(4)]
 
 
