@@ -110,7 +110,7 @@ def test_without_a_baseline_its_fields_are_zero(target: FrozenTarget, template: 
 def test_a_wrong_rule_shows_as_divergence(
     target: FrozenTarget, template: ChatTemplate, monkeypatch: pytest.MonkeyPatch, plain: int | None
 ) -> None:
-    monkeypatch.setattr(  # noqa: E501
+    monkeypatch.setattr(
         eval.decoder, "accept_compared", lambda tree, choose: Verdict(tuple(range(1, tree.size)), choose(tree.size - 1, []), False)
     )
     config = CONFIG.model_copy(update={"plain_prompts": plain})
