@@ -84,7 +84,8 @@ def check_run_directory(recipe: Recipe) -> Path:
     run_dir = recipe.run_dir
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"{run_dir} is a file; choose another name: in the recipe")
-    foreign = [p.name for p in run_dir.iterdir() if p.name not in RUN_FILES and not p.name.startswith(".")] if run_dir.exists() else []
+    found = [p.name for p in run_dir.iterdir()] if run_dir.exists() else []
+    foreign = [name for name in found if name not in RUN_FILES and not name.startswith((".", "report-"))]
     if foreign:
         raise UserError(f"{run_dir} holds files that no run wrote ({', '.join(sorted(foreign)[:3])}); choose another name: in the recipe")
     return run_dir

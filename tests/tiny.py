@@ -29,6 +29,9 @@ from transformers import (
 )  # fmt: skip
 
 from data.generation import Answer, Request
+from eval.acceptance import Draws
+from eval.drafters.base import Committed, Drafter
+from eval.tree import DraftTree
 from heads.cache import LineCache, causal, visible_slots
 from heads.eagle3 import Eagle3Architecture, Eagle3Config, Eagle3Head
 from heads.target import FrozenTarget
@@ -160,6 +163,41 @@ def library_greedy(target: FrozenTarget, prompt: Sequence[int], new: int, stop: 
         ids, attention_mask=mask, do_sample=False, max_new_tokens=new, eos_token_id=list(stop) or None, pad_token_id=0, **more
     )
     return out[0, len(prompt) :].tolist()
+
+
+class Watched(Drafter):
+    """Passes everything on to another drafter; keeps what each sequence has committed, and calls check before each proposal."""
+
+    needs_taps = True
+    trees: list[DraftTree]
+    """The last proposal."""
+
+    def __init__(self, inner: Drafter, check: Callable[[Watched], None]) -> None:
+        super().__init__()
+        self.name, self.inner, self.check = f"watched {inner.name}", inner, check
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> None:
+        self.inner.start(prompts)
+        self.committed = [list(p[:1]) for p in prompts]
+        self.hidden = [torch.empty(0) for _ in prompts]
+        self.taps = [torch.empty(0) for _ in prompts]
+
+    def select(self, rows: Sequence[int]) -> None:
+        self.inner.select(rows)
+        self.committed, self.hidden, self.taps = ([column[r] for r in rows] for column in (self.committed, self.hidden, self.taps))
+
+    def observe(self, committed: Committed) -> None:
+        assert committed.taps is not None
+        for b, new in enumerate(committed.tokens):
+            self.committed[b] = [*self.committed[b], *new]
+            self.hidden[b] = torch.cat((self.hidden[b], committed.hidden[b, : len(new)]))
+            self.taps[b] = torch.cat((self.taps[b], committed.taps[b, : len(new)]))
+        self.inner.observe(committed)
+
+    def propose(self, counts: Sequence[int], draws: Sequence[Draws]) -> list[DraftTree]:
+        self.check(self)
+        self.trees = self.inner.propose(counts, draws)
+        return self.trees
 
 
 class EnumeratedDraws:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ import torch
 import eval.decoder
 from eval.acceptance import Draws
 from eval.decoder import BONUS, CORRECTION, PREFILL, DecodeSettings, Generation, decode
-from eval.drafters.base import Committed, Drafter
+from eval.drafters.base import Drafter
 from eval.drafters.build import DrafterConfig, build_drafter, head_drafter
 from eval.drafters.shape import ShapeConfig
 from eval.drafters.simple import NoneDrafter, ScriptedDrafter
@@ -28,7 +28,7 @@ from heads.registry import new_head
 from heads.sampling import Sampling
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocab
-from tests.tiny import heated, library_greedy, random_prompts, tiny_model, tiny_target
+from tests.tiny import Watched, heated, library_greedy, random_prompts, tiny_model, tiny_target
 
 VOCAB = 64
 GREEDY = Sampling()
@@ -205,38 +205,6 @@ def test_greedy_output_with_a_repetition_penalty_is_the_models_own(family: str) 
 
 
 # --- KV commit ---
-
-
-class Watched(Drafter):
-    """Passes everything on to another drafter; keeps what each sequence has committed, and calls check before each proposal."""
-
-    needs_taps = True
-
-    def __init__(self, inner: Drafter, check: Callable[[Watched], None]) -> None:
-        super().__init__()
-        self.name, self.inner, self.check = f"watched {inner.name}", inner, check
-
-    def start(self, prompts: Sequence[Sequence[int]]) -> None:
-        self.inner.start(prompts)
-        self.committed = [list(p[:1]) for p in prompts]
-        self.hidden = [torch.empty(0) for _ in prompts]
-        self.taps = [torch.empty(0) for _ in prompts]
-
-    def select(self, rows: Sequence[int]) -> None:
-        self.inner.select(rows)
-        self.committed, self.hidden, self.taps = ([column[r] for r in rows] for column in (self.committed, self.hidden, self.taps))
-
-    def observe(self, committed: Committed) -> None:
-        assert committed.taps is not None
-        for b, new in enumerate(committed.tokens):
-            self.committed[b] = [*self.committed[b], *new]
-            self.hidden[b] = torch.cat((self.hidden[b], committed.hidden[b, : len(new)]))
-            self.taps[b] = torch.cat((self.taps[b], committed.taps[b, : len(new)]))
-        self.inner.observe(committed)
-
-    def propose(self, counts: Sequence[int], draws: Sequence[Draws]) -> list[DraftTree]:
-        self.check(self)
-        return self.inner.propose(counts, draws)
 
 
 @pytest.mark.parametrize("name", ["mixed", "bush", "eagle3-3.1 dynamic"])

@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from eval.report import CYCLE_FIELDS
 from tests.tiny import save_tiny_target
 from train.state import is_whole, load_head
 
@@ -94,12 +95,13 @@ def test_evaluation_leaves_a_report(place: Path, trained: Path) -> None:
     report = json.loads((directory / "report.json").read_text())
     assert len(report["records"]) == 4 == report["identity"]["prompts"]["prompts"]
     cycles = [cycle for record in report["records"] for cycle in record["cycles"]]
-    free = [cycle for cycle in cycles if len(cycle) == 3] or cycles  # a fourth number: the length limit bound
-    tau = 1 + sum(cycle[1] for cycle in free) / len(free)
+    at = {name.split(" ")[0]: i for i, name in enumerate(CYCLE_FIELDS)}
+    free = [cycle for cycle in cycles if cycle[at["limit"]] is None]
+    tau = 1 + sum(cycle[at["accepted"]] for cycle in free) / len(free)
     assert report["summary"]["acceptance"]["tau"] == pytest.approx(tau, abs=1e-12)
     assert f"Acceptance length {tau:.3f}" in printed and f"Acceptance length {tau:.3f}" in (directory / "report.md").read_text()
     for record in report["records"]:
-        assert record["output_tokens"] == 1 + sum(cycle[2] for cycle in record["cycles"])
+        assert record["output_tokens"] == 1 + sum(cycle[at["emitted"]] for cycle in record["cycles"])
     assert report["summary"]["lossless"]["equal"] == report["summary"]["lossless"]["compared"] == 4
 
 
