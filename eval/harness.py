@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -22,6 +23,8 @@ from eval.stopping import StopRule
 from heads.config import Config
 from heads.sampling import Sampling
 from heads.target import FrozenTarget
+
+WARM_UP_TOKENS = 8
 
 
 class EvaluateConfig(Config):
@@ -127,7 +130,7 @@ def evaluate(
     settings = config.settings(template)
     if timed:
         warm = template.encode(template.render(opening(conversations[0])))[:64]
-        decode(target, [warm], drafter, settings)
+        decode(target, [warm], drafter, dataclasses.replace(settings, max_new_tokens=WARM_UP_TOKENS))
     # Timed and untimed prompts never share a batch, so that batches of both kinds are full and alike.
     order = sorted(range(len(conversations)), key=lambda i: i not in timed)
     groups = _cut(order[: len(timed)], config.timed_batch_size or config.batch_size) + _cut(order[len(timed) :], config.batch_size)

@@ -14,10 +14,9 @@ from eval.harness import choose, evaluate
 from eval.report import check_report_directory, headline, write_report
 from eval.statistics import summarise
 from scripts.cli import add_drafter_option, drafter_override, recipe_arguments, run
-from scripts.pipeline import device, open_drafter, open_target, open_template, split_prompts
+from scripts.pipeline import about_drafter, device, open_drafter, open_head, open_target, open_template, split_prompts
 from train.provenance import machine_class, versions, write_provenance
 from train.recipe import Recipe, load_recipe
-from train.state import find_checkpoint, load_head
 from train.strict import dump_recipe
 
 
@@ -37,8 +36,7 @@ def main(argv: list[str]) -> None:
     report = recipe.run_dir / ("report" if by_head else f"report-{config.drafter.kind}")
     check_report_directory(report)
     on = device()
-    checkpoint = find_checkpoint(recipe.run_dir / "checkpoints", config.checkpoint) if by_head else None
-    head = load_head(checkpoint).to(on).eval() if checkpoint else None
+    head, checkpoint = open_head(recipe, on) if by_head else (None, None)
     template = open_template(recipe)
     target = open_target(recipe, on, head.arch.taps if head else None)
     drafter, about = open_drafter(recipe, target, template, on, head)
@@ -52,7 +50,7 @@ def main(argv: list[str]) -> None:
             "dtype": str(target.dtype),
             "layers": target.num_layers,
         },
-        "drafter": {"name": drafter.name, "about": getattr(drafter, "choice", about)},
+        "drafter": {"name": drafter.name, "about": about_drafter(drafter, about)},
         "head": describe_head(head, f"{recipe.name}/{checkpoint.name}") if checkpoint else {},
         "template": {"fingerprint": template.fingerprint, "end_of_turn_ids": sorted(template.stop_ids)},
         "sampling": _sampling(recipe),
@@ -62,7 +60,7 @@ def main(argv: list[str]) -> None:
     }
     write_report(report, summary, records, identity)
     write_provenance(report, dump_recipe(recipe))
-    print(f"{headline(summary)}\nreport: {report / 'report.md'}")
+    print(f"{about_drafter(drafter, about)}\n{headline(summary)}\nreport: {report / 'report.md'}")
 
 
 def describe_head(head: Any, checkpoint: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from eval.drafters.independent import check_vocabularies
 from heads.errors import UserError
 from heads.target import FrozenTarget, TargetConfig, load_target
 from train.recipe import Recipe
+from train.state import find_checkpoint, load_head
 
 
 def device() -> torch.device:
@@ -89,6 +90,18 @@ def check_run_directory(recipe: Recipe) -> Path:
     if foreign:
         raise UserError(f"{run_dir} holds files that no run wrote ({', '.join(sorted(foreign)[:3])}); choose another name: in the recipe")
     return run_dir
+
+
+def open_head(recipe: Recipe, on: torch.device) -> tuple[Any, Path]:
+    """The trained head that recipe.evaluate.checkpoint names, and where it lies."""
+    checkpoint = find_checkpoint(recipe.run_dir / "checkpoints", recipe.evaluate.checkpoint)
+    return load_head(checkpoint).to(on).eval(), checkpoint
+
+
+def about_drafter(drafter: Drafter, about: str) -> str:
+    """A sentence about a drafter; one that chose its method from a prompt says why."""
+    choice = getattr(drafter, "choice", None)
+    return about if choice is None else f"{about}; {choice.reason}"
 
 
 def open_drafter(recipe: Recipe, target: FrozenTarget, template: ChatTemplate, on: torch.device, head: Any = None) -> tuple[Drafter, str]:

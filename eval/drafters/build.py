@@ -32,7 +32,8 @@ class DrafterConfig(Config):
     model: TargetConfig | None = None
     """independent, cross: the draft model, a directory or a Hub id."""
     first_layers: int | None = Field(default=None, ge=1)
-    """independent: draft with the target's own first so many layers, its norm and LM head, instead of a model."""
+    """independent: draft with the target's own first so many layers, its norm and LM head, instead of a model; a third of them where
+    neither is given."""
     schedule: Literal["constant", "additive", "confidence"] = "constant"
     """independent: draft length. constant: evaluate.draft_length. additive: from 5, 2 more after a cycle accepted whole, else 1 less.
     confidence: until a draft is less probable than `threshold`. evaluate.draft_length is the most in all three."""
@@ -52,8 +53,8 @@ class DrafterConfig(Config):
 
     @model_validator(mode="after")
     def _whole(self) -> DrafterConfig:
-        if self.kind == "independent" and (self.model is None) == (self.first_layers is None):
-            raise ValueError("drafter.kind is independent; give one of drafter.model (a directory or Hub id) and drafter.first_layers")
+        if self.model is not None and self.first_layers is not None:
+            raise ValueError("drafter.model and drafter.first_layers are both given; an independent drafter is one or the other")
         if self.kind == "cross" and self.model is None:
             raise ValueError("drafter.kind is cross; give drafter.model, a directory or a Hub id")
         return self
@@ -135,7 +136,7 @@ def build_drafter(
     if config.kind == "lookup":
         return LookupDrafter(config.ngram, config.match, stop_ids)
     if config.kind == "independent":
-        model = model or first_layers(target, config.first_layers or 1)
+        model = model or first_layers(target, config.first_layers or max(1, target.num_layers // 3))
         return IndependentDrafter(
             model, target, sampling, sample_proposals=sample_proposals, schedule=config.schedule, threshold=config.threshold
         )
