@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import scripts.bench_decode
+import scripts.evaluate
+import scripts.generate
 from eval.report import CYCLE_FIELDS
 from tests.tiny import save_tiny_target
 from train.state import is_whole, load_head
@@ -137,3 +141,40 @@ def test_killed_training_ends_at_the_same_head(place: Path, trained: Path) -> No
     assert progress[0] == progress[1]
     steps = [json.loads(line)["step"] for line in (run / "log.jsonl").read_text().splitlines() if '"loss"' in line]
     assert sorted(set(steps)) == list(range(1, STEPS + 1))
+
+
+def test_generate_streams_the_targets_own_answer(place: Path, trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = arguments(place, "--prompt", "say 3", "--drafter", "head", "lookup", "independent", "evaluate.max_new_tokens=12")
+    scripts.generate.main([*argv, "--show-drafts"])
+    printed = capsys.readouterr().out
+    assert printed.startswith("accepted drafts stand in")
+    assert printed.count("the output is the target's own, token for token") == 3
+    scripts.generate.main([*argv[:-5], "--drafter", "none", "evaluate.max_new_tokens=12"])
+    plain = capsys.readouterr().out
+    # What was streamed is the same text each time, once the marks are taken off.
+    streamed = [part.strip("─\n").replace("⟦", "").replace("⟧", "") for part in re.split(r"─ [^─\n]+ ─+\n", printed)[1:]]
+    alone = re.split(r"─ [^─\n]+ ─+\n", plain)[1]
+    table = streamed[-1].index("drafter ")
+    assert len(streamed) == 3 and "⟦" in printed
+    assert streamed[0] == streamed[1] == streamed[2][:table].rstrip("\n") == alone[: alone.index("drafter ")].rstrip("\n")
+
+
+def test_other_drafters_leave_reports_of_their_own(place: Path, trained: Path) -> None:
+    before = (trained / "report/report.json").read_bytes()
+    scripts.evaluate.main(arguments(place, "--drafter", "lookup"))
+    report = json.loads((trained / "report-lookup/report.json").read_text())
+    assert report["identity"]["drafter"]["name"] == "lookup"
+    assert report["summary"]["lossless"]["equal"] == report["summary"]["lossless"]["compared"] == 4
+    assert (trained / "report/report.json").read_bytes() == before
+    assert "trained to step" in call(TRAIN, arguments(place))  # the run's directory is still one
+
+
+def test_the_bench_holds_both_decoders_to_one_output(
+    place: Path, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--repeats", "1", "--prompts", "2", "--new-tokens", "10", "--layers", "2", "--markdown", str(tmp_path / "bench.md")]
+    scripts.bench_decode.main(arguments(place, *options))
+    printed = capsys.readouterr().out
+    assert "* All 7 methods gave the same output on all 3 prompts." in printed
+    assert printed in (tmp_path / "bench.md").read_text()
+    assert printed.count("breaks even at an acceptance length of") == 3
