@@ -219,7 +219,8 @@ class Run:
                 loss, sums, norm = self._update(model, step)
                 self.progress.step += 1
                 bar.update(1)
-                bar.set_postfix_str(f"loss {loss:.3f}, acceptance length best {self.progress.best_tau:.2f}")
+                best = f", best acceptance length {self.progress.best_tau:.2f}" if self.progress.best_step >= 0 else ""
+                bar.set_postfix_str(f"loss {loss:.3f}{best}")
                 if step == 0 or self.progress.step % self.config.log_every == 0:
                     per_step = (time.perf_counter() - started) / (self.progress.step - done_before)
                     values = {"loss": loss, "learning_rate": rate, "grad_norm": norm, "seconds_per_step": per_step}
