@@ -169,12 +169,11 @@ class Watched(Drafter):
     """Passes everything on to another drafter; keeps what each sequence has committed, and calls check before each proposal."""
 
     needs_taps = True
-    trees: list[DraftTree]
-    """The last proposal."""
 
     def __init__(self, inner: Drafter, check: Callable[[Watched], None]) -> None:
         super().__init__()
         self.name, self.inner, self.check = f"watched {inner.name}", inner, check
+        self.proposals: list[list[DraftTree]] = []
 
     def start(self, prompts: Sequence[Sequence[int]]) -> None:
         self.inner.start(prompts)
@@ -196,8 +195,8 @@ class Watched(Drafter):
 
     def propose(self, counts: Sequence[int], draws: Sequence[Draws]) -> list[DraftTree]:
         self.check(self)
-        self.trees = self.inner.propose(counts, draws)
-        return self.trees
+        self.proposals.append(self.inner.propose(counts, draws))
+        return self.proposals[-1]
 
 
 class EnumeratedDraws:
