@@ -206,9 +206,9 @@ def verdicts(results: Results, groups: Mapping[str, Sequence[int]]) -> list[str]
             lines.append(f"* {name}: {mine} is {ratio:.2f} x {other} (asked: {least:.2f}; {'holds' if ratio >= least else 'MISSED'}).")
     expected = [r[0].tokens for r in results.runs["plain"]]
     for method, runs in results.runs.items():
-        other = [p for p, r in enumerate(runs) if any(x.tokens != expected[p] for x in r)]
-        if other:
-            lines.append(f"* {method}: the output differs from plain decoding's on prompts {other} of {len(expected)}.")
+        differing = [p for p, r in enumerate(runs) if any(x.tokens != expected[p] for x in r)]
+        if differing:
+            lines.append(f"* {method}: the output differs from plain decoding's on prompts {differing} of {len(expected)}.")
     if all(x.tokens == e for runs in results.runs.values() for r, e in zip(runs, expected, strict=True) for x in r):
         lines.append(f"* All {len(results.runs)} methods gave the same output on all {len(expected)} prompts.")
     return lines

@@ -167,7 +167,7 @@ def test_other_drafters_leave_reports_of_their_own(place: Path, trained: Path) -
     assert report["identity"]["drafter"]["name"] == "lookup"
     assert report["summary"]["lossless"]["equal"] == report["summary"]["lossless"]["compared"] == 4
     assert (own.read_bytes() if own.exists() else None) == before
-    assert "trained to step" in call(TRAIN, arguments(place))  # the run's directory is still one
+    assert "checkpoint: " in call(TRAIN, arguments(place))  # the run's directory is still one
 
 
 def test_the_bench_holds_both_decoders_to_one_output(
