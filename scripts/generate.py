@@ -115,9 +115,9 @@ def main(argv: list[str]) -> None:
     if options.show_drafts:
         console.print(legend(console))
     results = []
-    for drafter, about in drafters:
+    for drafter, _ in drafters:
         _warm_up(target, ids, drafter, settings)
-        console.rule(Text(about_drafter(drafter, about)))
+        console.rule(Text(drafter.name))
         streamer = Streamer(console, template, options.show_drafts)
         result = decode(target, [ids], drafter, settings, [RandomDraws(config.seed)], streamer)[0]
         console.print()
@@ -125,6 +125,8 @@ def main(argv: list[str]) -> None:
     _warm_up(target, ids, NoneDrafter(), settings)
     plain = decode(target, [ids], NoneDrafter(), settings, [RandomDraws(config.seed)])[0]
     console.print(table(results, plain))
+    for drafter, about in drafters:
+        console.print(Text(about_drafter(drafter, about)))
     if config.sampling.greedy and config.lossless:
         for name, result, _ in results:
             console.print(lossless_sentence(target, ids, name, result, plain))
