@@ -170,7 +170,7 @@ class Watched(Drafter):
 
     needs_taps = True
 
-    def __init__(self, inner: Drafter, check: Callable[[Watched], None]) -> None:
+    def __init__(self, inner: Drafter, check: Callable[[Watched], None] = lambda watched: None) -> None:
         super().__init__()
         self.name, self.inner, self.check = f"watched {inner.name}", inner, check
         self.proposals: list[list[DraftTree]] = []

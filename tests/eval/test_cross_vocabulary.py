@@ -24,6 +24,7 @@ from eval.tree import DraftTree
 from heads.errors import UserError
 from heads.sampling import Sampling, probabilities
 from heads.target import FrozenTarget
+from tests.laws import chi_square, joint, laws
 from tests.tiny import tiny_model, tiny_target
 
 METHODS = ["slem", "slrs", "tli"]
@@ -306,20 +307,6 @@ def small_pair() -> Pair:
     return target, one, model, other
 
 
-def laws(target: FrozenTarget, prompt: Sequence[int], sampling: Sampling) -> list[torch.Tensor]:
-    """[V], [V, V], [V, V, V]: the target's next-token laws after the prompt and 0, 1, 2 more tokens."""
-    size, prefixes, levels = target.vocab_size, torch.tensor([list(prompt)]), list[torch.Tensor]()
-    for depth in range(3):
-        p = probabilities(target.logits(target.forward(prefixes, taps=False).hidden[:, -1]), sampling)
-        levels.append(p.double().reshape(*[size] * depth, size))
-        prefixes = torch.cat([prefixes.repeat_interleave(size, 0), torch.arange(size).repeat(len(prefixes)).unsqueeze(1)], 1)
-    return levels
-
-
-def joint(p: Sequence[torch.Tensor]) -> torch.Tensor:
-    return p[0][:, None, None] * p[1][:, :, None] * p[2]
-
-
 def enumerated(p: Sequence[torch.Tensor], run: Callable[[Draws], list[int]]) -> tuple[torch.Tensor, set[int]]:
     """Law of the first three tokens, extended by the target where a path gave fewer; and the lengths of the paths."""
     law, lengths = torch.zeros_like(p[2]), set()
@@ -419,17 +406,9 @@ def test_psi_is_the_law_of_the_proposals() -> None:
 
 
 def chi_square_p(observed: torch.Tensor, law: torch.Tensor) -> float:
-    """P-value of counts under a law (Wilson-Hilferty); cells that expect fewer than 5 are pooled."""
-    observed, expected = observed.flatten(), law.flatten() * observed.sum()
-    rare = expected < 5
-    o = torch.cat([observed[~rare], observed[rare].sum().reshape(1)])
-    e = torch.cat([expected[~rare], expected[rare].sum().reshape(1)])
-    o, e = (o, e) if float(e[-1]) > 5 else (o[:-1], e[:-1])
-    freedom = len(o) - 1
+    p, freedom = chi_square(observed, law)
     assert freedom >= 5
-    variance = 2 / (9 * freedom)
-    z = ((float(((o - e) ** 2 / e).sum()) / freedom) ** (1 / 3) - (1 - variance)) / math.sqrt(variance)
-    return 0.5 * math.erfc(z / math.sqrt(2))
+    return p
 
 
 def counts(method: str, decodes: int, pair: Pair, prompt: list[int]) -> tuple[torch.Tensor, float]:
