@@ -18,7 +18,7 @@ from eval.decoder import DecodeSettings, Generation, decode
 from eval.drafters.base import Drafter
 from eval.drafters.build import DrafterConfig
 from eval.drafters.simple import NoneDrafter
-from eval.records import Divergence, PromptRecord
+from eval.records import Divergence, PromptRecord, acceptance_length
 from eval.stopping import StopRule
 from heads.config import Config
 from heads.sampling import Sampling
@@ -130,7 +130,7 @@ def evaluate(
     settings = config.settings(template)
     if timed:
         warm = template.encode(template.render(opening(conversations[0])))[:64]
-        decode(target, [warm], drafter, dataclasses.replace(settings, max_new_tokens=WARM_UP_TOKENS))
+        warm_up(target, warm, drafter, settings)
     # Timed and untimed prompts never share a batch, so that batches of both kinds are full and alike.
     order = sorted(range(len(conversations)), key=lambda i: i not in timed)
     groups = _cut(order[: len(timed)], config.timed_batch_size or config.batch_size) + _cut(order[len(timed) :], config.batch_size)
@@ -149,8 +149,13 @@ def evaluate(
                 turn += 1
             bar.update(len(group))
             cycles = [c for records_of in found.values() for r in records_of for c in r.cycles]
-            bar.set_postfix_str(f"acceptance length {1 + sum(c.accepted for c in cycles) / max(len(cycles), 1):.2f}")
+            bar.set_postfix_str(f"acceptance length {acceptance_length(cycles):.2f}")
     return [record for i in range(len(conversations)) for record in found[i]]
+
+
+def warm_up(target: FrozenTarget, prompt: list[int], drafter: Drafter, settings: DecodeSettings) -> None:
+    """What only the first call pays for (kernels chosen, a cross drafter's calibration) happens here, outside measured ones."""
+    decode(target, [prompt], drafter, dataclasses.replace(settings, max_new_tokens=WARM_UP_TOKENS))
 
 
 def _cut(items: Sequence[int], size: int) -> list[list[int]]:

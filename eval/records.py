@@ -6,6 +6,7 @@ yields belongs to no cycle; ``accepted`` counts draft tokens only, the bonus or 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +36,11 @@ class Cycle:
     """Wall seconds in the target's forward and LM head."""
     commit_seconds: float = 0.0
     """Wall seconds of everything else: masks, acceptance, cache, observation."""
+
+
+def acceptance_length(cycles: Sequence[Cycle]) -> float:
+    """1 + mean a_c; 1 where there is no cycle."""
+    return 1 + sum(c.accepted for c in cycles) / max(len(cycles), 1)
 
 
 @dataclass(frozen=True)

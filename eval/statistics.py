@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from eval.records import Cycle, PromptRecord
+from eval.records import Cycle, PromptRecord, acceptance_length
 from heads.errors import UserError
 
 FloatArray = NDArray[np.float64]
@@ -217,7 +217,7 @@ def step_weighted_tau(
     sums = _by_prompt(records, [(sum(cycle.accepted for cycle in group), len(group)) for group in cycles])
     sums = sums[sums[:, 1] > 0]  # a prompt without cycles bears on nothing, and could leave a resample empty
     interval = bootstrap_interval(sums, lambda s: 1 + _mean_of_sums(s), resamples=bootstrap, seed=seed)
-    return 1 + sum(cycle.accepted for cycle in pooled) / len(pooled), interval
+    return acceptance_length(pooled), interval
 
 
 def request_mean_tau(
@@ -225,7 +225,7 @@ def request_mean_tau(
 ) -> tuple[float, Interval | None]:
     """Mean over records with counted cycles of 1 + mean a_c, and its interval over prompts."""
     pairs = [(record, group) for record, group in zip(records, cycles) if group]
-    taus = [1 + sum(cycle.accepted for cycle in group) / len(group) for _, group in pairs]
+    taus = [acceptance_length(group) for _, group in pairs]
     sums = _by_prompt([record for record, _ in pairs], [(tau, 1.0) for tau in taus])
     interval = bootstrap_interval(sums, _mean_of_sums, resamples=bootstrap, seed=seed)
     return sum(taus) / len(taus), interval

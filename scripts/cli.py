@@ -55,10 +55,14 @@ def recipe_arguments(
     return parsed.recipe, parsed.overrides, parsed
 
 
-def add_drafter_option(parser: argparse.ArgumentParser) -> None:
-    """--drafter NAME, short for evaluate.drafter.kind=NAME."""
+def add_drafter_option(parser: argparse.ArgumentParser, several: bool = False) -> None:
+    """--drafter NAME, short for evaluate.drafter.kind=NAME; several: NAME ..., one after the other."""
     parser.add_argument(
-        "--drafter", metavar="NAME", help="who drafts: head, lookup, independent, cross, none or oracle; its options are evaluate.drafter.*"
+        "--drafter",
+        nargs="+" if several else None,
+        metavar="NAME",
+        help=f"who drafts{', one after the other' if several else ''}: head, lookup, independent, cross, none or oracle; "
+        "options are evaluate.drafter.*",
     )
 
 

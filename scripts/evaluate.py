@@ -41,6 +41,7 @@ def main(argv: list[str]) -> None:
     target = open_target(recipe, on, head.arch.taps if head else None)
     drafter, about = open_drafter(recipe, target, template, on, head)
     records = evaluate(target, template, drafter, prompts, config)
+    about = about_drafter(drafter, about)  # only now: one may have chosen its method by the first prompt
     greedy = config.sampling.greedy
     summary = summarise(records, greedy=greedy, typical=not config.lossless, bootstrap=config.bootstrap, seed=config.seed)
     identity = {
@@ -50,7 +51,7 @@ def main(argv: list[str]) -> None:
             "dtype": str(target.dtype),
             "layers": target.num_layers,
         },
-        "drafter": {"name": drafter.name, "about": about_drafter(drafter, about)},
+        "drafter": {"name": drafter.name, "about": about},
         "head": describe_head(head, f"{recipe.name}/{checkpoint.name}") if checkpoint else {},
         "template": {"fingerprint": template.fingerprint, "end_of_turn_ids": sorted(template.stop_ids)},
         "sampling": _sampling(recipe),
@@ -60,7 +61,7 @@ def main(argv: list[str]) -> None:
     }
     write_report(report, summary, records, identity)
     write_provenance(report, dump_recipe(recipe))
-    print(f"{about_drafter(drafter, about)}\n{headline(summary)}\nreport: {report / 'report.md'}")
+    print(f"{about}\n{headline(summary)}\nreport: {report / 'report.md'}")
 
 
 def describe_head(head: Any, checkpoint: str) -> dict[str, Any]:

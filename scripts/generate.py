@@ -7,7 +7,6 @@ python -m scripts.generate recipes/smollm2-135m-eagle3-quick.yaml --prompt - --d
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,20 +18,19 @@ from rich.text import Text
 from data.prompts import Conversation
 from data.template import ChatTemplate, check_fit, opening
 from eval.acceptance import RandomDraws
-from eval.decoder import BONUS, CORRECTION, PREFILL, DecodeSettings, Generation, decode
-from eval.drafters.base import Drafter
+from eval.decoder import BONUS, CORRECTION, PREFILL, Generation, decode
 from eval.drafters.simple import NoneDrafter
-from eval.harness import first_divergence
+from eval.harness import first_divergence, warm_up
+from eval.records import acceptance_length
 from heads.errors import UserError
 from heads.target import FrozenTarget
-from scripts.cli import drafter_override, recipe_arguments, run
+from scripts.cli import add_drafter_option, drafter_override, recipe_arguments, run
 from scripts.pipeline import about_drafter, device, open_drafter, open_head, open_target, open_template
 from train.recipe import load_recipe
 
 DEPTH_STYLES = ("green4", "green3", "spring_green2", "chartreuse3", "yellow3", "gold1")
 """Of tokens accepted at depth 1, 2, ...; deeper ones share the last."""
 ORIGIN_STYLES = {PREFILL: "bright_black", BONUS: "dodger_blue1", CORRECTION: "red1"}
-WARM_UP_TOKENS = 8
 
 
 class TokenText:
@@ -116,13 +114,13 @@ def main(argv: list[str]) -> None:
         console.print(legend(console))
     results = []
     for drafter, _ in drafters:
-        _warm_up(target, ids, drafter, settings)
+        warm_up(target, ids, drafter, settings)
         console.rule(Text(drafter.name))
         streamer = Streamer(console, template, options.show_drafts)
         result = decode(target, [ids], drafter, settings, [RandomDraws(config.seed)], streamer)[0]
         console.print()
         results.append((drafter.name, result, result.seconds - streamer.seconds))
-    _warm_up(target, ids, NoneDrafter(), settings)
+    warm_up(target, ids, NoneDrafter(), settings)
     plain = decode(target, [ids], NoneDrafter(), settings, [RandomDraws(config.seed)])[0]
     console.print(table(results, plain))
     for drafter, about in drafters:
@@ -136,15 +134,8 @@ def main(argv: list[str]) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the user's message; - reads it from standard input")
-    parser.add_argument(
-        "--drafter", nargs="+", metavar="NAME", help="who drafts, one after the other: head, lookup, independent, cross, none, oracle"
-    )
+    add_drafter_option(parser, several=True)
     parser.add_argument("--show-drafts", action="store_true", help="colour each token by where it came from")
-
-
-def _warm_up(target: FrozenTarget, ids: list[int], drafter: Drafter, settings: DecodeSettings) -> None:
-    """What only the first call pays for (kernels chosen, a cross drafter's calibration) happens outside the measured one."""
-    decode(target, [ids], drafter, dataclasses.replace(settings, max_new_tokens=WARM_UP_TOKENS))
 
 
 def table(results: Sequence[tuple[str, Generation, float]], plain: Generation) -> Table:
@@ -154,10 +145,9 @@ def table(results: Sequence[tuple[str, Generation, float]], plain: Generation) -
         shown.add_column(column, justify="right")
     base = len(plain.tokens) / plain.seconds
     for name, result, seconds in results:
-        cycles = len(result.cycles)
-        length = f"{1 + sum(c.accepted for c in result.cycles) / cycles:.2f}" if cycles else "-"
+        length = f"{acceptance_length(result.cycles):.2f}" if result.cycles else "-"
         speed = len(result.tokens) / seconds
-        shown.add_row(name, str(len(result.tokens)), str(cycles), length, f"{speed:.2f}", f"{speed / base:.2f}")
+        shown.add_row(name, str(len(result.tokens)), str(len(result.cycles)), length, f"{speed:.2f}", f"{speed / base:.2f}")
     shown.add_row("plain decoding", str(len(plain.tokens)), str(len(plain.cycles)), "1.00", f"{base:.2f}", "1.00")
     return shown
 
