@@ -30,14 +30,16 @@ from eval.drafters.independent import IndependentDrafter
 from eval.drafters.lookup import LookupDrafter
 from eval.drafters.simple import NoneDrafter
 from eval.harness import spread
-from eval.records import Cycle
+from eval.records import Cycle, acceptance_length
+from eval.statistics import overhead_share
 from eval.stopping import StopRule
 from heads.errors import UserError
+from heads.files import write_atomically
 from heads.sampling import Sampling
 from heads.target import FrozenTarget
 from scripts.cli import recipe_arguments, run
 from scripts.pipeline import device, open_head, open_target, open_template
-from train.provenance import machine_class, versions
+from train.provenance import command_line, machine_class, versions
 from train.recipe import Recipe, load_recipe
 
 COPYING = (
@@ -169,16 +171,6 @@ def measure(methods: Mapping[str, Method], prompts: Sequence[list[int]], repeats
     return results
 
 
-def overhead(cycles: Sequence[Cycle]) -> float:
-    """Share of cycle time outside the forwards of target and draft model."""
-    total = sum(c.draft_seconds + c.verify_seconds + c.commit_seconds for c in cycles)
-    return 1 - sum(c.forward_seconds + c.verify_seconds for c in cycles) / total
-
-
-def acceptance_length(cycles: Sequence[Cycle]) -> float:
-    return 1 + sum(c.accepted for c in cycles) / len(cycles)
-
-
 def table(results: Results, groups: Mapping[str, Sequence[int]], about: Mapping[str, str]) -> list[str]:
     """Markdown rows: a method a row, a task a group of columns."""
     titles = [f"{name}: tokens/s | x plain | acceptance | CPU ms/token" for name in groups]
@@ -191,9 +183,9 @@ def table(results: Results, groups: Mapping[str, Sequence[int]], about: Mapping[
             speed, plain = results.speed(method, prompts), results.speed("plain", prompts)
             length = f"{acceptance_length(cycles):.2f}" if cycles else ""
             cells += [f"{speed:.2f}", f"{speed / plain:.2f}", length, f"{results.cpu(method, prompts):.0f}"]
-        cycles = results.cycles(method, everything)
+        overhead = overhead_share(results.cycles(method, everything))
         label = f"{method} ({about[method]})" if method in about else method
-        lines.append(f"| {label} | {' | '.join(cells)} | {f'{overhead(cycles):.1%}' if cycles else ''} |")
+        lines.append(f"| {label} | {' | '.join(cells)} | {'' if overhead is None else f'{overhead:.1%}'} |")
     return lines
 
 
@@ -238,6 +230,8 @@ def main(argv: list[str]) -> None:
     for name in ("repeats", "prompts", "layers", "ngram"):
         if getattr(options, name) < 1:
             raise UserError(f"--{name} is {getattr(options, name)}; give 1 or more")
+    if options.markdown and not options.markdown.parent.is_dir():
+        raise UserError(f"--markdown is {options.markdown}, and there is no directory {options.markdown.parent}; make it first")
     on = device()
     head = None if options.no_head else open_head(recipe, on)[0]
     template = open_template(recipe)
@@ -264,9 +258,15 @@ def main(argv: list[str]) -> None:
     text = "\n".join(lines)
     print(text)
     if options.markdown:
-        used = ", ".join(f"{name} {version}" for name, version in versions().items() if name in ("torch", "transformers"))
-        made = f"`python -m scripts.bench_decode {' '.join(argv)}`, {date.today().isoformat()}, {machine_class()}, {used}."
-        options.markdown.write_text(f"# Decoding speed\n\n{made}\n\n{text}\n")
+        write_atomically(options.markdown, f"# Decoding speed\n\n{_made_by(argv)}\n\n{text}\n")
+
+
+def _made_by(argv: Sequence[str]) -> str:
+    """Command, date, machine and versions."""
+    command = command_line(["python", "-m", "scripts.bench_decode", *argv])
+    machine, packages = machine_class(), versions()["packages"]
+    where = ", ".join([f"{machine['cores']} cores of {machine['cpu']}", *machine["gpus"], f"{machine['memory_gib']} GiB memory"])
+    return f"`{command}`, {date.today().isoformat()}, {where}, torch {packages['torch']}, transformers {packages['transformers']}."
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:

@@ -49,7 +49,7 @@ def write_provenance(directory: Path, recipe_yaml: str) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     write_atomically(directory / "recipe.yaml", recipe_yaml)
-    write_atomically(directory / "command.txt", _command(sys.argv) + "\n")
+    write_atomically(directory / "command.txt", command_line(sys.argv) + "\n")
     facts = {**versions(), "machine": machine_class()}
     write_atomically(directory / "versions.json", json.dumps(facts, indent=2) + "\n")
 
@@ -124,7 +124,7 @@ def _git_state(file: Path) -> dict[str, Any]:
         return unknown
 
 
-def _command(argv: Sequence[str]) -> str:
+def command_line(argv: Sequence[str]) -> str:
     """The command line, quoted for a shell, its secrets masked and its paths without the user's name."""
     words = []
     mask_next = False

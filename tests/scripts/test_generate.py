@@ -91,6 +91,8 @@ def test_wrong_options_are_refused_before_anything_is_loaded(argv: list[str], wo
 def test_wrong_options_of_the_bench() -> None:
     with pytest.raises(UserError, match="--repeats is 0"):
         scripts.bench_decode.main(["tests/toy.yaml", "--repeats", "0"])
+    with pytest.raises(UserError, match="there is no directory nowhere"):
+        scripts.bench_decode.main(["tests/toy.yaml", "--markdown", "nowhere/bench.md"])
 
 
 def test_a_draft_model_with_another_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
