@@ -4,7 +4,8 @@
 #   bash scripts/quickstart.sh recipes/smollm2-135m-eagle3.yaml  another one; key=value overrides may follow
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/setup.sh
+# The empty argument matters: without one, a sourced file sees the caller's, which name a recipe here.
+source scripts/setup.sh ""
 
 recipe=("${@:-recipes/smollm2-135m-eagle3-quick.yaml}")
 started=$SECONDS
