@@ -251,6 +251,8 @@ def _record(
         verify_seconds=fast.verify_seconds,
         checked=checked,
         divergence=divergence,
+        context=tuple(talk.ids),
+        output=tuple(fast.tokens),
     )
 
 

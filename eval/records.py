@@ -83,3 +83,7 @@ class PromptRecord:
     """Whether the output was compared with the target's own greedy choice, token by token."""
     divergence: Divergence | None
     """None where the outputs are equal, or where sampling makes the comparison meaningless."""
+    context: tuple[int, ...] = ()
+    """Ids before the output."""
+    output: tuple[int, ...] = ()
+    """Ids of the speculative output."""

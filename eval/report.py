@@ -110,6 +110,7 @@ def _plain(value: Any) -> Any:
 def _record_row(record: PromptRecord) -> dict[str, Any]:
     """One record, each of its cycles a list in the order of CYCLE_FIELDS; times in microseconds."""
     row = dataclasses.asdict(record)
+    del row["context"], row["output"]  # whose texts may be nobody else's business
     row["cycles"] = [
         [c.proposed, c.accepted, c.emitted, c.limit, c.nodes]
         + [round(1e6 * s) for s in (c.draft_seconds, c.forward_seconds, c.verify_seconds, c.commit_seconds)]

@@ -13,14 +13,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from heads.config import Config
+from heads.config import Config, HeadConfig
 from heads.layers import Attention, GatedMLP, RMSNorm, Rotary
 from heads.recurrent import RecurrentHead
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocab
 
 
-class EagleConfig(Config):
+class EagleConfig(HeadConfig):
     """What a recipe says of an EAGLE-1 head; everything left out is taken from the target."""
 
     kind: Literal["eagle"] = "eagle"

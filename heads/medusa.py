@@ -14,12 +14,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import nn
 
-from heads.config import Config
+from heads.config import Config, HeadConfig
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocab
 
 
-class MedusaConfig(Config):
+class MedusaConfig(HeadConfig):
     """What a recipe says of Medusa heads."""
 
     kind: Literal["medusa"] = "medusa"

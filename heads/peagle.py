@@ -18,14 +18,14 @@ from pydantic import Field
 from torch import nn
 
 from heads.cache import LineCache, causal, visible_slots
-from heads.config import Config
+from heads.config import Config, HeadConfig
 from heads.eagle3 import Eagle3Architecture, Eagle3Config, Eagle3Head
 from heads.layers import KeysValues, StepCache
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocab
 
 
-class PEagleConfig(Config):
+class PEagleConfig(HeadConfig):
     """What a recipe says of a P-EAGLE head; everything left out is taken from the target."""
 
     kind: Literal["peagle"] = "peagle"

@@ -21,6 +21,7 @@ from eval.drafters.cross_vocabulary import CrossVocabularyDrafter
 from eval.drafters.independent import check_vocabularies
 from heads.errors import UserError
 from heads.target import FrozenTarget, TargetConfig, load_target
+from heads.vocab import DraftVocab
 from train.recipe import Recipe
 from train.state import find_checkpoint, load_head
 
@@ -33,6 +34,22 @@ def device() -> torch.device:
 def split_prompts(recipe: Recipe) -> tuple[list[Conversation], list[Conversation]]:
     """(training, validation) conversations of the recipe."""
     return held_back(load_prompts(recipe.prompts), recipe.validation)
+
+
+def recipe_taps(recipe: Recipe) -> tuple[int, ...] | None:
+    """The residual streams that the recipe's head reads; None: the usual ones."""
+    return getattr(recipe.head, "taps", None)
+
+
+def draft_vocabulary(recipe: Recipe, counts: torch.Tensor, stop_ids: frozenset[int]) -> DraftVocab:
+    """What the recipe's head can say, from how often the target wrote each token (counts [V])."""
+    size: Any = getattr(recipe.head, "draft_vocab_size", "full")
+    return DraftVocab.from_counts(counts, counts.numel() if size == "full" else size, stop_ids)
+
+
+def trainer_of(recipe: Recipe) -> str:
+    """The script that trains the recipe's kind of head."""
+    return "train_medusa.py" if recipe.head.kind == "medusa" else "train_eagle.py"
 
 
 def open_template(recipe: Recipe) -> ChatTemplate:

@@ -13,9 +13,19 @@ import time
 from data.corpus import TokenCorpus, answer_counts
 from data.regenerate import regenerate
 from data.template import check_fit
-from heads.vocab import DraftVocab
 from scripts.cli import recipe_arguments, run
-from scripts.pipeline import check_run_directory, corpus_identity, device, open_features, open_target, open_template, split_prompts
+from scripts.pipeline import (
+    check_run_directory,
+    corpus_identity,
+    device,
+    draft_vocabulary,
+    open_features,
+    open_target,
+    open_template,
+    recipe_taps,
+    split_prompts,
+    trainer_of,
+)
 from train.provenance import write_provenance
 from train.recipe import load_recipe
 from train.strict import dump_recipe
@@ -29,7 +39,7 @@ def main(argv: list[str]) -> None:
     run_dir = check_run_directory(recipe)
     template = open_template(recipe)
     # Taps are not read here, but wrong ones are told before hours of answers rather than after.
-    target = open_target(recipe, device(), recipe.head.taps)
+    target = open_target(recipe, device(), recipe_taps(recipe))
     identity = corpus_identity(recipe, target, template, conversations)
     check_fit(conversations, template, int(identity["max_length"]))
     corpus = TokenCorpus(recipe.corpus_dir, identity)
@@ -40,8 +50,7 @@ def main(argv: list[str]) -> None:
     regenerate(conversations, target, template, corpus, recipe.regenerate, int(identity["max_length"]), features)
     summary = corpus.seal(target.vocab_size)
     counts = answer_counts(corpus, target.vocab_size)
-    size = recipe.head.draft_vocab_size
-    vocab = DraftVocab.from_counts(counts, target.vocab_size if size == "full" else size, template.stop_ids)
+    vocab = draft_vocabulary(recipe, counts, template.stop_ids)
     finish = ", ".join(f"{k} {v}" for k, v in sorted(summary["finish"].items()))
     dropped = ", ".join(f"{k} {v}" for k, v in sorted(summary["dropped"].items())) or "none"
     covered = vocab.coverage(counts)
@@ -50,7 +59,7 @@ def main(argv: list[str]) -> None:
         f"{time.perf_counter() - started:.0f} s; answers ended by {finish}; dropped: {dropped}\n"
         f"{summary['distinct_answer_tokens']:,} distinct answer tokens; {vocab.size:,} in the draft vocabulary cover {covered:.2%}\n"
         f"corpus: {recipe.corpus_dir}\n"
-        f"next: accelerate launch train_eagle.py {' '.join(argv)}"
+        f"next: accelerate launch {trainer_of(recipe)} {' '.join(argv)}"
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,8 @@ from heads.config import Config
 from heads.errors import UserError
 from heads.target import FrozenTarget, TargetOutput
 from train.losses import Labels, LabelStatistics, label_statistics
-from train.objectives import TrainingTimeTest, depth_metrics, run_target
+from train.objectives import Moment, Objective, run_target
+from train.pairs import depth_metrics
 from train.state import (
     Progress,
     load_head,
@@ -149,19 +151,28 @@ class Features:
         return TargetOutput(hidden=joined(1), taps=joined(0))
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What real decoding of the validation prompts says of the head."""
+
+    acceptance_length: float
+    tree: dict[str, Any] | None = None
+    """Accuracies by depth and rank, and the static tree built from them; goes with the checkpoint."""
+
+
 @dataclass
 class Run:
-    """One training run: what the loop needs, put together by train_eagle.py."""
+    """One training run: what the loop needs, put together by scripts/train.py."""
 
     accelerator: Accelerator
     target: FrozenTarget
-    objective: TrainingTimeTest
+    objective: Objective
     rows: PackedRows
     config: TrainConfig
     checkpoints: Path
     tracker: Tracker
-    measure: Callable[[], float]
-    """Acceptance length of the head as it is, by real decoding; called on every process at once."""
+    measure: Callable[[], Measured]
+    """The head as it is, by real decoding; called on every process at once."""
     provenance: dict[str, str]
     store: FeatureStore | None = None
     """Kept states of the corpus."""
@@ -235,14 +246,15 @@ class Run:
         total = self.rows.totals(every)
         own = every[accelerator.process_index :: accelerator.num_processes]
         micro = [own[i : i + config.micro_batch_size] for i in range(0, len(own), config.micro_batch_size)]
-        sums = torch.zeros(self.objective.config.depths, 6, device=accelerator.device)
+        sums = torch.zeros(self.objective.depths, 6, device=accelerator.device)
+        moment, target = Moment(config.seed, step), self.target
         loss_sum = torch.zeros((), device=accelerator.device)
         for index, rows in enumerate(micro):
             batch = self.rows.batch(rows).to(accelerator.device)
             features, statistics = self.features(batch)
             last = index == len(micro) - 1
             with accelerator.no_sync(model) if not last else nullcontext(), accelerator.autocast():
-                loss, counted = model(batch, features, self.target.embedding, self.target.lm_head, self.target.softcap, total, statistics)
+                loss, counted = model(batch, features, target.embedding, target.lm_head, target.softcap, total, statistics, moment)
                 # Weights are shares of the whole update; DDP averages over processes, so their number is multiplied back in.
                 accelerator.backward(loss * accelerator.num_processes)
             loss_sum += loss.detach()
@@ -265,9 +277,10 @@ class Run:
     def _evaluate_and_save(self) -> None:
         config, step = self.config, self.progress.step
         final = step == self.steps
-        improved = False
+        improved, measured = False, None
         if final or step % config.eval_every == 0:
-            tau = self.measure()
+            measured = self.measure()
+            tau = measured.acceptance_length
             self.tracker.log(step, {"eval/acceptance_length": tau})
             self.progress.evaluations += 1
             improved = tau > self.progress.best_tau
@@ -280,6 +293,7 @@ class Run:
                 optimizer_tensors(self._raw_optimizer(), self.names),
                 self.progress,
                 self.provenance,
+                measured.tree if measured else None,
             )
             if improved:
                 point(self.checkpoints / "best", f"step-{step:06d}")

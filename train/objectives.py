@@ -1,111 +1,76 @@
-"""Head + batch -> loss and per-depth metrics: training-time test for EAGLE-3 (ALGORITHMS 9.3, 9.5).
+"""Head + batch -> loss and per-depth metrics: what the objectives of all kinds of heads share (ALGORITHMS 9.5, 11.4).
 
-Shapes: B rows, T tokens, S unroll steps, N unrolled slots a row (padded), H hidden width, A taps.
+Shapes: B rows, T tokens, S depths, N chosen slots a row (padded), M pairs that carry loss, H hidden width.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
-from pydantic import Field
 from torch import nn
 
-from data.packing import Batch, Normaliser, anchors
-from heads.config import Config
-from heads.eagle3 import Eagle3Head
+from data.packing import Batch, Normaliser
 from heads.target import FrozenTarget, TargetOutput
-from train.losses import Labels, LabelStatistics, OovPolicy, PairMetrics, soft_cross_entropy
-
-
-class ObjectiveConfig(Config):
-    """What is minimised."""
-
-    depths: int = Field(default=7, ge=1, le=32)
-    """S: unroll steps of training-time test; steps beyond it are extrapolation when decoding."""
-    depth_decay: float = Field(default=0.8, gt=0.0, le=1.0)
-    """Weight of step i is depth_decay ** i."""
-    loss_norm: Literal["sample_valid", "global_valid", "all_positions"] = "sample_valid"
-    """sample_valid: mean over each document's slots, then over documents. global_valid: one divisor, the update's.
-    all_positions: the update's row slots, masked or not (the paper)."""
-    oov_policy: OovPolicy = "weight"
-    """weight: every slot by the target's mass inside the draft vocabulary. drop: slots whose target argmax is outside (the paper)."""
-    chunk: int = Field(default=256, ge=1)
-    """Label positions whose logits are alive at a time."""
+from train.losses import DraftLayer, Emphasis, Labels, LabelStatistics, PairMetrics, distillation_loss
+from train.objective_config import ObjectiveConfig
+from train.pairs import Unroll, by_depth, depth_sums, dpace_weights, pair_weights, plan_unroll
 
 
 @dataclass(frozen=True)
-class Unroll:
-    """The index bookkeeping of training-time test for one batch."""
+class Moment:
+    """Which update this is: randomness in training is a function of it and of the row, so that resuming and splitting change nothing."""
 
-    slots: torch.Tensor
-    """[B, N] int64: unrolled slots; a row with fewer repeats slot 0 without weight."""
-    valid: torch.Tensor
-    """[S, B, N] bool: step i of the slot has a label: every token it reads or predicts was written by the target in one turn."""
-    label: torch.Tensor
-    """[S, B, N] int64: position t+1+i in the row."""
-    sample: torch.Tensor
-    """[B, N] int64: the slot's document."""
+    seed: int = 0
+    step: int = 0
+
+    def generator(self, row: int) -> torch.Generator:
+        """The random source of a row, on the CPU."""
+        return torch.Generator().manual_seed(int(np.random.SeedSequence((self.seed, self.step, row)).generate_state(1, np.uint64)[0] >> 1))
 
 
-def plan_unroll(batch: Batch, depths: int) -> Unroll:
-    """Choose the anchors of a batch and where their steps have labels."""
-    is_anchor = anchors(batch.mask, batch.document)
-    rows, length = is_anchor.shape
-    count = max(1, int(is_anchor.sum(1).max()))
-    # Anchors first, in order; a stable sort keeps it.
-    slots = torch.sort(is_anchor.int(), dim=1, descending=True, stable=True).indices[:, :count]
-    line = torch.arange(rows, device=slots.device).unsqueeze(1)
-    alive = is_anchor[line, slots]
-    valid = [alive]
-    for step in range(1, depths):
-        there = slots + step
-        # Running AND: a step beyond the end of the turn would put the slot where decoding never is.
-        alive = alive & (there < length) & is_anchor[line, there.clamp_max(length - 1)]
-        valid.append(alive)
-    steps = torch.arange(depths, device=slots.device).view(-1, 1, 1)
-    label = (slots + 1 + steps).clamp_max(length - 1)
-    return Unroll(slots, torch.stack(valid), label, batch.document[line, slots])
+class Objective(nn.Module, ABC):
+    """Wraps a head so that one forward is loss and metrics: what accelerate and DDP need to see.
 
+    A kind of head brings its depths, how outputs come from a batch, and what turns them into draft logits.
+    """
 
-def visible_slots(batch: Batch) -> torch.Tensor:
-    """[B, T, T] bool: slot q sees slot k: k <= q in the same document. A slot is complete only if its token lies in the document too."""
-    length = batch.ids.shape[1]
-    causal = torch.ones(length, length, dtype=torch.bool, device=batch.ids.device).tril()
-    return causal & (batch.document.unsqueeze(2) == batch.document.unsqueeze(1))
+    features: Literal["taps", "hidden"] = "taps"
+    """What the head reads of the target."""
 
-
-def shifted_tokens(ids: torch.Tensor, depths: int) -> torch.Tensor:
-    """[S, B, T] int64: step i at slot t holds x_{t+1+i}; past the end, the last token (never with weight)."""
-    length = ids.shape[1]
-    at = torch.arange(length, device=ids.device) + 1
-    return torch.stack([ids[:, (at + step).clamp_max(length - 1)] for step in range(depths)])
-
-
-def pair_weights(plan: Unroll, config: ObjectiveConfig, total: Normaliser) -> torch.Tensor:
-    """[S, B, N] float32: what each pair's loss is multiplied with, so that the sum over an update is its loss."""
-    weight = plan.valid.float()
-    steps = torch.arange(len(weight), device=weight.device).view(-1, 1, 1)
-    decay = config.depth_decay**steps
-    if config.loss_norm == "all_positions":
-        return weight * decay / total.slots
-    if config.loss_norm == "global_valid":
-        return weight * decay / max(total.anchors, 1)
-    samples = int(plan.sample.max()) + 1
-    counts = torch.zeros(len(weight), samples, device=weight.device)
-    counts.scatter_add_(1, plan.sample.flatten().expand(len(weight), -1), weight.flatten(1))
-    own = counts.gather(1, plan.sample.flatten().expand(len(weight), -1)).view_as(weight)
-    return weight / own.clamp_min(1) * decay / total.documents
-
-
-class TrainingTimeTest(nn.Module):
-    """Wraps a head so that one forward is loss and metrics: what accelerate and DDP need to see."""
-
-    def __init__(self, head: Eagle3Head, config: ObjectiveConfig) -> None:
+    def __init__(self, head: Any, config: ObjectiveConfig) -> None:
         super().__init__()
         self.head = head
         self.config = config
+
+    @property
+    @abstractmethod
+    def depths(self) -> int:
+        """S."""
+
+    @abstractmethod
+    def outputs(self, plan: Unroll, batch: Batch, features: TargetOutput, embedding: torch.Tensor, moment: Moment) -> torch.Tensor:
+        """[M, H] the head's outputs for the plan's valid pairs, in their order."""
+
+    @abstractmethod
+    def layer(self, depth: int, lm_head: torch.Tensor, softcap: float | None) -> DraftLayer:
+        """What turns outputs of a depth into logits; given the target's LM head and its soft cap."""
+
+    same_layer = True
+    """Whether ``layer`` is one for all depths."""
+    distillation_weight = 1.0
+    emphasis: Emphasis | None = None
+
+    def plan(self, batch: Batch, moment: Moment) -> Unroll:
+        """The pairs of a batch."""
+        return plan_unroll(batch, self.depths)
+
+    def extra(self, outputs: torch.Tensor, labels: Labels, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+        """A further loss over the same pairs; index [M] into labels, weight [M]."""
+        return None
 
     def forward(
         self,
@@ -116,76 +81,67 @@ class TrainingTimeTest(nn.Module):
         softcap: float | None,
         total: Normaliser,
         statistics: LabelStatistics | None = None,
+        moment: Moment = Moment(),
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss (a share of the update's) and depth sums [S, 6]: valid, agree, alpha, joint prefix correct, loss, mass."""
-        plan = plan_unroll(batch, self.config.depths)
-        tokens = nn.functional.embedding(shifted_tokens(batch.ids, self.config.depths), embedding)
-        assert features.taps is not None
-        parameter = self.head.fc.weight
-        taps, tokens = features.taps.to(parameter.dtype), tokens.to(parameter.dtype)
-        outputs = self.head.unroll(taps, tokens, batch.position, visible_slots(batch), plan.slots)
-        length = batch.ids.shape[1]
-        line = torch.arange(len(batch.ids), device=batch.ids.device).view(1, -1, 1)
-        used = plan.valid.flatten()
-        # Label positions that any pair needs, densely numbered: nothing is computed for prompts and padding.
-        positions, index = torch.unique((line * length + plan.label).flatten()[used], return_inverse=True)
-        hidden = features.hidden.flatten(0, 1)[positions]
-        labels = Labels(hidden, lm_head, self.head.vocab.target_ids.to(hidden.device), softcap)
-        weight = pair_weights(plan, self.config, total).flatten()[used]
+        plan = self.plan(batch, moment)
+        outputs = self.outputs(plan, batch, features, embedding, moment)
+        index, labels, positions = label_positions(plan, batch, features, lm_head, self.head.vocab.target_ids, softcap)
         if statistics is not None:
             statistics = LabelStatistics(statistics.log_mass.flatten()[positions], statistics.best.flatten()[positions])
-        loss, metrics = soft_cross_entropy(
-            outputs.flatten(0, 2)[used],
-            self.head.lm_head.weight,
-            labels,
-            index,
-            weight,
-            self.config.oov_policy,
-            self.config.chunk,
-            statistics,
-        )
-        return loss, depth_sums(plan, metrics)
+        weight = pair_weights(plan, self.config, total).flatten()[plan.valid.flatten()]
+        if self.config.depth_weights == "dpace":
+            with torch.no_grad():
+                _, found = self._distil(plan, outputs.detach(), labels, index, weight, lm_head, softcap, statistics)
+            weight = (
+                weight * dpace_weights(by_depth(plan, found.loss), plan.valid.flatten(1), self.config.dpace_beta)[plan.valid.flatten(1)]
+            )
+        loss, metrics = self._distil(plan, outputs, labels, index, weight * self.distillation_weight, lm_head, softcap, statistics)
+        further = self.extra(outputs, labels, index, weight)
+        return (loss if further is None else loss + further), depth_sums(plan, metrics)
+
+    def _distil(
+        self,
+        plan: Unroll,
+        outputs: torch.Tensor,
+        labels: Labels,
+        index: torch.Tensor,
+        weight: torch.Tensor,
+        lm_head: torch.Tensor,
+        softcap: float | None,
+        statistics: LabelStatistics | None,
+    ) -> tuple[torch.Tensor, PairMetrics]:
+        """The distillation loss, depth by depth where the depths speak through layers of their own."""
+        if self.same_layer:
+            layer = self.layer(0, lm_head, softcap)
+            return distillation_loss(outputs, layer, labels, index, weight, self.config, statistics, self.emphasis)
+        ends = plan.valid.flatten(1).sum(1).cumsum(0).tolist()
+        loss, parts = outputs.sum() * 0, []
+        for depth, (low, high) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+            of = slice(low, high)
+            layer = self.layer(depth, lm_head, softcap)
+            one, metrics = distillation_loss(outputs[of], layer, labels, index[of], weight[of], self.config, statistics, self.emphasis)
+            loss = loss + one
+            parts.append(metrics)
+        fields = ("loss", "agree", "alpha", "mass", "in_vocab")
+        return loss, PairMetrics(*(torch.cat([getattr(m, name) for m in parts]) for name in fields))
 
 
-def depth_sums(plan: Unroll, metrics: PairMetrics) -> torch.Tensor:
-    """[S, 6] sums over valid slots: count, agree, alpha, joint prefix correct, loss, mass."""
-    used = plan.valid.flatten()
+def label_positions(
+    plan: Unroll, batch: Batch, features: TargetOutput, lm_head: torch.Tensor, draft_ids: torch.Tensor, softcap: float | None
+) -> tuple[torch.Tensor, Labels, torch.Tensor]:
+    """The positions that any pair is compared with, densely numbered, so that nothing is computed for prompts and padding.
 
-    def spread(values: torch.Tensor) -> torch.Tensor:
-        full = torch.zeros(len(used), device=used.device)
-        full[used] = values
-        return full.view(len(plan.valid), -1)
-
-    agree = spread(metrics.agree)
-    joint = agree.cumprod(dim=0)  # invalid steps are 0 and come last, so they end a prefix as they should
-    columns = [
-        plan.valid.flatten(1).float(),
-        agree,
-        spread(metrics.alpha),
-        joint,
-        spread(metrics.loss),
-        spread(metrics.mass),
-    ]
-    return torch.stack([c.sum(1) for c in columns], dim=1)
-
-
-def depth_metrics(sums: torch.Tensor) -> dict[str, float]:
-    """Flat metrics from depth sums [S, 6] (ALGORITHMS 9.5); tau_sim uses joint prefix correctness, not a product of marginals."""
-    values: dict[str, float] = {}
-    tau = 1.0
-    for depth, (count, agree, alpha, joint, loss, mass) in enumerate(sums.double().tolist()):
-        if count == 0:
-            continue
-        values |= {
-            f"agree/{depth}": agree / count,
-            f"alpha/{depth}": alpha / count,
-            f"loss/{depth}": loss / count,
-        }
-        if depth == 0:
-            values["target_mass_in_vocab"] = mass / count
-        tau += joint / count
-    values["tau_sim"] = tau
-    return values
+    Returns:
+        index [M] into the labels, the labels of P positions, and those positions [P] in the flattened batch.
+    """
+    length = batch.ids.shape[1]
+    line = torch.arange(len(batch.ids), device=batch.ids.device).view(1, -1, 1)
+    positions, index = torch.unique((line * length + plan.label).flatten()[plan.valid.flatten()], return_inverse=True)
+    # A label position is never the last of its row: the token it predicts lies in the row too.
+    following = batch.ids.flatten()[(positions + 1).clamp_max(batch.ids.numel() - 1)]
+    hidden = features.hidden.flatten(0, 1)[positions]
+    return index, Labels(hidden, lm_head, draft_ids.to(hidden.device), softcap, following), positions
 
 
 def run_target(target: FrozenTarget, batch: Batch) -> TargetOutput:

@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from data.packing import PackingConfig
 from data.prompts import PromptsConfig
 from data.regenerate import RegenerateConfig
 from eval.harness import EvaluateConfig
 from heads.config import Config
+from heads.eagle import EagleConfig
 from heads.eagle3 import Eagle3Config
+from heads.medusa import MedusaConfig
+from heads.peagle import PEagleConfig
 from heads.target import TargetConfig
 from train.loop import TrainConfig
-from train.objectives import ObjectiveConfig
+from train.objective_config import ObjectiveConfig
 from train.strict import load_strict
 from train.trackers import TrackerConfig
+
+
+def _head_kind(value: Any) -> str:
+    """The kind a head section says; eagle3 where it says none."""
+    found = value.get("kind", "eagle3") if isinstance(value, dict) else getattr(value, "kind", "eagle3")
+    return str(found)
+
+
+AnyHead = Annotated[
+    Annotated[Eagle3Config, Tag("eagle3")]
+    | Annotated[EagleConfig, Tag("eagle")]
+    | Annotated[MedusaConfig, Tag("medusa")]
+    | Annotated[PEagleConfig, Tag("peagle")],
+    Discriminator(_head_kind),
+]
 
 
 class Recipe(Config):
@@ -36,7 +55,8 @@ class Recipe(Config):
     corpus: Path | None = None
     """Corpus directory to use instead of runs/NAME/corpus; recipes of one family can share one."""
     regenerate: RegenerateConfig = RegenerateConfig()
-    head: Eagle3Config = Eagle3Config()
+    head: AnyHead = Eagle3Config()
+    """What is trained: kind is eagle3, eagle, medusa or peagle, and the other keys are that kind's."""
     packing: PackingConfig = PackingConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     train: TrainConfig = TrainConfig()
@@ -56,6 +76,19 @@ class Recipe(Config):
             raise ValueError(
                 f"regenerate.max_new_tokens is {self.regenerate.max_new_tokens}; it must be less than packing.max_length "
                 f"({self.packing.max_length}), which holds prompt and answer"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _objective_of_the_head(self) -> Recipe:
+        kind, objective, plain = self.head.kind, self.objective, ObjectiveConfig()
+        for section in ("eagle", "peagle"):
+            if kind != section and getattr(objective, section) != getattr(plain, section):
+                raise ValueError(f"objective.{section} is for head.kind {section}, and head.kind is {kind}; leave it out")
+        if objective.depths is not None and kind != "eagle3":
+            theirs = {"medusa": "head.heads", "peagle": "head.depths", "eagle": "objective.eagle.align_passes"}[kind]
+            raise ValueError(
+                f"objective.depths is {objective.depths}; a head of kind {kind} has its depths from {theirs}, so leave objective.depths out"
             )
         return self
 

@@ -22,6 +22,7 @@ from heads.files import sha256_file, write_atomically
 from heads.registry import head_kind
 from heads.vocab import DraftVocab
 
+TREE = "tree.json"
 FILES = ("head.safetensors", "head.json", "optimizer.safetensors", "progress.json")
 
 
@@ -57,11 +58,19 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, names: dict[torch.nn.Par
         optimizer.state[parameter][key] = value.clone() if key == "step" else value.to(parameter.device).clone()
 
 
-def save_checkpoint(directory: Path, head: Any, optimizer: dict[str, torch.Tensor], progress: Progress, provenance: dict[str, str]) -> Path:
+def save_checkpoint(
+    directory: Path,
+    head: Any,
+    optimizer: dict[str, torch.Tensor],
+    progress: Progress,
+    provenance: dict[str, str],
+    tree: dict[str, Any] | None = None,
+) -> Path:
     """Write ``directory/step-N`` whole or not at all; ``last`` points to it afterwards.
 
     Args:
         provenance: small text files (recipe.yaml, command.txt, ...) that go with it: name -> content.
+        tree: measured accuracies and the static tree built from them, where they were measured at this step.
     """
     final = directory / f"step-{progress.step:06d}"
     aside = directory / f".{final.name}.tmp-{os.getpid()}"
@@ -73,6 +82,8 @@ def save_checkpoint(directory: Path, head: Any, optimizer: dict[str, torch.Tenso
     write_atomically(aside / "progress.json", json.dumps(asdict(progress)))
     for name, text in provenance.items():
         write_atomically(aside / name, text)
+    if tree is not None:
+        write_atomically(aside / TREE, json.dumps(tree))
     for path in aside.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -130,7 +141,11 @@ def find_checkpoint(directory: Path, name: str) -> Path:
     path = directory / name
     if "/" in name or name.startswith(".") or not path.exists():
         there = sorted(p.name for p in directory.glob("[!.]*")) if directory.exists() else []
-        known = f"there are {', '.join(there)}" if there else "nothing was trained there yet; run train_eagle.py first"
+        known = (
+            f"there are {', '.join(there)}"
+            if there
+            else "nothing was trained there yet; train the head first (train_eagle.py, train_medusa.py)"
+        )
         raise UserError(f"there is no checkpoint '{name}' in {directory}: {known}")
     if not is_whole(path):
         raise UserError(f"checkpoint {path} is damaged (a file is missing or does not match its checksum); use another one")
@@ -138,7 +153,7 @@ def find_checkpoint(directory: Path, name: str) -> Path:
 
 
 def load_head(checkpoint: Path) -> Any:
-    """The head of a checkpoint, with its draft vocabulary, in float32 on the CPU."""
+    """The head of a checkpoint, with its draft vocabulary and the accuracies that were measured with it, in float32 on the CPU."""
     text = (checkpoint / "head.json").read_text()
     kind = head_kind(json.loads(text).get("kind", ""))
     arch: Any = kind.architecture.model_validate_json(text)
@@ -156,4 +171,6 @@ def load_head(checkpoint: Path) -> Any:
         raise UserError(f"the tensors in {checkpoint} do not fit its head.json ({str(error).splitlines()[-1].strip()})") from error
     if maps and not torch.equal(tensors[maps[0].replace("d2t", "t2d")], vocab.t2d):
         raise UserError(f"the draft vocabulary maps in {checkpoint} contradict each other; the checkpoint cannot be trusted")
+    if (checkpoint / TREE).exists():
+        head.accuracies = json.loads((checkpoint / TREE).read_text())["accuracies"] or None
     return head

@@ -107,14 +107,16 @@ def describe_keys(model: type[BaseModel]) -> list[tuple[str, str, str]]:
     """(dotted key, default, description) of every key, in the order of declaration, for the docs.
 
     A section has a row of its own only where it has a description. Entries of lists are written ``key[].sub``, those
-    of mappings ``key.<name>.sub``.
+    of mappings ``key.<name>.sub``. Where a section is one of several kinds, the description begins with those that have the key.
     """
-    rows: dict[tuple[str, str, str], None] = {}
-    _describe(model, "", None, rows, 0)
-    return list(rows)
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    _describe(model, "", None, rows, 0, "")
+    return [(key, default, f"({', '.join(kinds)}) {text}" if all(kinds) else text) for (key, default, text), kinds in rows.items()]
 
 
-def _describe(model: type[BaseModel], prefix: str, instance: Any, rows: dict[tuple[str, str, str], None], depth: int) -> None:
+def _describe(
+    model: type[BaseModel], prefix: str, instance: Any, rows: dict[tuple[str, str, str], list[str]], depth: int, kind: str
+) -> None:
     for name, field in model.model_fields.items():
         default = getattr(instance, name) if isinstance(instance, model) else _default(field)
         text = " ".join((field.description or "").split())
@@ -122,12 +124,13 @@ def _describe(model: type[BaseModel], prefix: str, instance: Any, rows: dict[tup
         whole = isinstance(field.annotation, type) and bool(subs)
         if not whole or text:
             shown = "required" if default is _ABSENT else _show(default)
-            rows[prefix + name, shown, text] = None
+            rows.setdefault((prefix + name, shown, text), []).append(kind)
         if depth < 8:  # a model may hold itself
             origins = _origins(field.annotation)
             below = ".<name>." if dict in origins else "[]." if list in origins or tuple in origins else "."
             for sub in subs:
-                _describe(sub, prefix + name + below, default, rows, depth + 1)
+                tag = sub.model_fields.get("kind") if len(subs) > 1 else None
+                _describe(sub, prefix + name + below, default, rows, depth + 1, kind if tag is None else str(tag.default))
 
 
 class _Absent:

@@ -13,8 +13,8 @@ from heads.recurrent import RecurrentHead
 from heads.target import FrozenTarget
 from tests.tiny import chain_visible
 from tests.train.runs import document
-from train import objectives
-from train.objectives import plan_unroll, shifted_tokens
+from train import pairs
+from train.pairs import plan_unroll, shifted_tokens
 
 DEPTHS = 4
 VOCAB = 60
@@ -144,7 +144,7 @@ def check_parity(head: RecurrentHead, target: FrozenTarget, batch: Batch, featur
     plan = plan_unroll(batch, DEPTHS)
     tokens = target.embed(shifted_tokens(batch.ids, DEPTHS))
     with torch.no_grad():
-        outputs = head.unroll(features, tokens, batch.position, objectives.visible_slots(batch), plan.slots)
+        outputs = head.unroll(features, tokens, batch.position, pairs.visible_slots(batch), plan.slots)
         trained = head.draft_logits(outputs, target)  # [S, B, N, V_d]
     assert trained.shape[-1] == head.vocab.size
     compared = 0
@@ -175,7 +175,7 @@ def check_detach(head: RecurrentHead, target: FrozenTarget, features: torch.Tens
             return finished(value)
 
         head.finished = record  # type: ignore[method-assign]
-        visible = objectives.visible_slots(batch)
+        visible = pairs.visible_slots(batch)
         outputs = head.unroll(features, tokens, batch.position, visible, plan.slots, detach=detach)
         assert len(values) == DEPTHS
         for step in range(DEPTHS):

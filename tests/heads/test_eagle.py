@@ -16,7 +16,8 @@ from heads.target import FrozenTarget
 from heads.vocab import DraftVocab
 from tests.heads.parity import DEPTHS, VOCAB, batch_of, check_detach, check_parity, check_ragged_trees, lively, without_gradient
 from tests.tiny import chain_visible, tiny_target
-from train.objectives import plan_unroll, run_target, shifted_tokens, visible_slots
+from train.objectives import run_target
+from train.pairs import plan_unroll, shifted_tokens, visible_slots
 
 
 def fresh_head(target: FrozenTarget, **config: Any) -> EagleHead:

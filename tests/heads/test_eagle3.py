@@ -19,14 +19,10 @@ from heads.vocab import DraftVocab
 from tests.heads.parity import DEPTHS, VOCAB, batch_of, check_detach, check_parity, check_ragged_trees, lively, without_gradient
 from tests.tiny import chain_visible, tiny_head, tiny_target
 from tests.train.runs import document
-from train.objectives import (
-    ObjectiveConfig,
-    TrainingTimeTest,
-    plan_unroll,
-    run_target,
-    shifted_tokens,
-    visible_slots,
-)
+from train.kinds import TrainingTimeTest
+from train.objective_config import ObjectiveConfig
+from train.objectives import run_target
+from train.pairs import plan_unroll, shifted_tokens, visible_slots
 
 
 def lively_head(target: FrozenTarget, full: bool, **config: Any) -> Eagle3Head:

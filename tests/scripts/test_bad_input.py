@@ -134,9 +134,9 @@ def test_a_run_directory_that_is_a_file(place: Path) -> None:
 
 def test_commands_out_of_order_and_another_run_s_directory(place: Path) -> None:
     refuse(train_eagle.main, arguments(place), place, "no finished corpus", "scripts.prepare")
-    refuse(scripts.evaluate.main, arguments(place), place, "no checkpoint", "run train_eagle.py first")
+    refuse(scripts.evaluate.main, arguments(place), place, "no checkpoint", "train the head first")
     scripts.prepare.main(arguments(place))
-    refuse(scripts.evaluate.main, arguments(place), place, "no checkpoint", "run train_eagle.py first")
+    refuse(scripts.evaluate.main, arguments(place), place, "no checkpoint", "train the head first")
     other = arguments(place, "regenerate.seed=1")
     refuse(scripts.prepare.main, other, place, "corpus of another run", "regenerate")
     elsewhere = arguments(place, "regenerate.seed=1", "name=other", f"corpus={place / 'runs/toy/corpus'}")

@@ -15,8 +15,9 @@ from data.packing import PackedRows, PackingConfig
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocab
 from tests.tiny import tiny_head, tiny_target
-from train.loop import Run, TrainConfig
-from train.objectives import ObjectiveConfig, TrainingTimeTest
+from train.kinds import TrainingTimeTest
+from train.loop import Measured, Run, TrainConfig
+from train.objective_config import ObjectiveConfig
 from train.trackers import NullTracker, Tracker
 
 VOCAB = 40
@@ -67,7 +68,7 @@ def small_run(
         config=TrainConfig(**(settings | config)),
         checkpoints=directory / "checkpoints",
         tracker=tracker or NullTracker(),
-        measure=measure,
+        measure=lambda: Measured(measure()),
         provenance={"recipe.yaml": "name: test\n"},
     )
 

@@ -18,8 +18,10 @@ from data.template import ChatTemplate
 from heads.target import FrozenTarget
 from tests.tiny import tiny_head, tiny_model, tiny_tokenizer
 from tests.train.runs import VOCAB, random_documents, small_run, small_target, weights
+from train.kinds import TrainingTimeTest
 from train.loop import Features
-from train.objectives import ObjectiveConfig, TrainingTimeTest, run_target
+from train.objective_config import ObjectiveConfig
+from train.objectives import run_target
 
 LENGTH = 24
 DRAFT_IDS = torch.arange(0, VOCAB, 2)

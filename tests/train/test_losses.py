@@ -7,7 +7,7 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from train.losses import Labels, PairMetrics, soft_cross_entropy
+from train.losses import DraftLayer, Labels, LossConfig, PairMetrics, distillation_loss
 
 VOCAB, WIDTH, POSITIONS, PAIRS = 23, 8, 11, 30
 DRAFT = torch.tensor([0, 2, 3, 7, 8, 11, 15, 16, 22])
@@ -29,6 +29,10 @@ def inputs(softcap: float | None, full: bool = False) -> dict[str, Any]:
     with torch.no_grad():
         outputs[::2] = labels.hidden[index[::2]] + random(len(outputs[::2]), WIDTH, scale=0.3)
     return {"outputs": outputs, "head": head, "labels": labels, "index": index, "weight": torch.rand(PAIRS, generator=generator)}
+
+
+def soft_cross_entropy(*, head: torch.Tensor, oov: Literal["weight", "drop"], chunk: int = 256, **case: Any) -> Any:
+    return distillation_loss(layer=DraftLayer(head), config=LossConfig(oov_policy=oov, chunk=chunk), **case)
 
 
 def direct(case: dict[str, Any], oov: str) -> tuple[torch.Tensor, PairMetrics]:

@@ -9,16 +9,8 @@ import torch
 from data.packing import Batch, Normaliser, PackedRows, PackingConfig
 from tests.train.runs import document, random_documents
 from train.losses import PairMetrics
-from train.objectives import (
-    ObjectiveConfig,
-    Unroll,
-    depth_metrics,
-    depth_sums,
-    pair_weights,
-    plan_unroll,
-    shifted_tokens,
-    visible_slots,
-)
+from train.objective_config import ObjectiveConfig
+from train.pairs import Unroll, depth_metrics, depth_sums, pair_weights, plan_unroll, shifted_tokens, visible_slots
 
 
 def noisy_batch(seed: int, pack: bool) -> Batch:
