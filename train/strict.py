@@ -111,7 +111,7 @@ def describe_keys(model: type[BaseModel]) -> list[tuple[str, str, str]]:
     """
     rows: dict[tuple[str, str, str], list[str]] = {}
     _describe(model, "", None, rows, 0, "")
-    return [(key, default, f"({', '.join(kinds)}) {text}" if all(kinds) else text) for (key, default, text), kinds in rows.items()]
+    return [(key, default, f"({', '.join(kinds)}) {text}".rstrip() if all(kinds) else text) for (key, default, text), kinds in rows.items()]
 
 
 def _describe(
@@ -130,7 +130,7 @@ def _describe(
             below = ".<name>." if dict in origins else "[]." if list in origins or tuple in origins else "."
             for sub in subs:
                 tag = sub.model_fields.get("kind") if len(subs) > 1 else None
-                _describe(sub, prefix + name + below, default, rows, depth + 1, kind if tag is None else str(tag.default))
+                _describe(sub, prefix + name + below, default, rows, depth + 1, kind if tag is None else str(get_args(tag.annotation)[0]))
 
 
 class _Absent:

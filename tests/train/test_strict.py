@@ -273,5 +273,5 @@ def test_describe_keys() -> None:
     assert ("train.steps", "10", "Optimizer steps.") in rows
     assert ("train.precision", "'full'", "") in rows
     assert ("sources[].path", "required", "") in rows
-    assert ("head.layers", "2", "") in rows and ("head.heads", "4", "") in rows
+    assert ("head.layers", "2", "(eagle)") in rows and ("head.heads", "4", "(medusa)") in rows
     assert [key for key, _, _ in rows][:3] == ["target", "target.name", "target.dtype"]
