@@ -64,6 +64,8 @@ class EvaluateConfig(Config):
     prompt is still checked, by one forward of the target over it."""
     bootstrap: int = Field(default=10000, ge=100)
     """Resamples behind each interval."""
+    label: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """The report lies in runs/NAME/report-LABEL; None: in report, or report-KIND for other drafters than the head."""
     checkpoint: str = "best"
     """best, last, or the name of a folder under checkpoints/."""
 

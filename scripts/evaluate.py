@@ -7,6 +7,8 @@ python -m scripts.evaluate recipes/smollm2-135m-eagle3-quick.yaml --drafter look
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from data.prompts import load_prompts
@@ -14,7 +16,7 @@ from eval.harness import choose, evaluate
 from eval.report import check_report_directory, headline, write_report
 from eval.statistics import summarise
 from scripts.cli import add_drafter_option, drafter_override, recipe_arguments, run
-from scripts.pipeline import about_drafter, device, open_drafter, open_head, open_target, open_template, split_prompts
+from scripts.pipeline import TRAINING, about_drafter, device, open_drafter, open_head, open_target, open_template, split_prompts
 from train.provenance import machine_class, versions, write_provenance
 from train.recipe import Recipe, load_recipe
 from train.strict import dump_recipe
@@ -33,7 +35,8 @@ def main(argv: list[str]) -> None:
     by_head = config.drafter.kind == "head"
     if shared and by_head:
         print(f"warning: {len(shared)} of the {len(prompts)} evaluation prompts are training prompts; acceptance on them flatters the head")
-    report = recipe.run_dir / ("report" if by_head else f"report-{config.drafter.kind}")
+    label = config.label or ("" if by_head else config.drafter.kind)
+    report = recipe.run_dir / (f"report-{label}" if label else "report")
     check_report_directory(report)
     on = device()
     head, checkpoint = open_head(recipe, on) if by_head else (None, None)
@@ -52,7 +55,7 @@ def main(argv: list[str]) -> None:
             "layers": target.num_layers,
         },
         "drafter": {"name": drafter.name, "about": about},
-        "head": describe_head(head, f"{recipe.name}/{checkpoint.name}") if checkpoint else {},
+        "head": describe_head(head, f"{recipe.name}/{checkpoint.name}") | training_effort(recipe.run_dir) if checkpoint else {},
         "template": {"fingerprint": template.fingerprint, "end_of_turn_ids": sorted(template.stop_ids)},
         "sampling": _sampling(recipe),
         "prompts": {"source": config.prompts.source, "prompts": len(prompts), "also in training": len(shared)},
@@ -74,6 +77,17 @@ def describe_head(head: Any, checkpoint: str) -> dict[str, Any]:
         "draft_vocab": head.vocab.fingerprint,
         "parameters": sum(p.numel() for p in head.parameters()),
     }
+
+
+def training_effort(run_dir: Path) -> dict[str, Any]:
+    """What training took, as far as it is known: CPU seconds, those of steps before a restart reckoned like the others."""
+    try:
+        effort = json.loads((run_dir / TRAINING).read_text())
+        share = effort["steps"] / (effort["steps"] - effort["from_step"])
+        seconds = round(share * effort["cpu_seconds"])
+        return {name: effort[name] for name in ("steps", "slots_with_loss", "trained_parameters")} | {"training_cpu_seconds": seconds}
+    except (OSError, ValueError, KeyError):
+        return {}
 
 
 def _sampling(recipe: Recipe) -> dict[str, Any]:

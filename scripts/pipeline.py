@@ -159,6 +159,8 @@ def load_tokenizer(path: str, config: TargetConfig) -> Any:
 
 
 PROVENANCE = ("recipe.yaml", "command.txt", "versions.json")
+TRAINING = "training.json"
+"""What the last start of a training took."""
 RUN_FILES = frozenset(
-    {*PROVENANCE, "corpus", "features", "checkpoints", "log.jsonl", "report", "export", "wandb", "wandb_id.txt", "tensorboard"}
+    {*PROVENANCE, TRAINING, "corpus", "features", "checkpoints", "log.jsonl", "report", "export", "wandb", "wandb_id.txt", "tensorboard"}
 )

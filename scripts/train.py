@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -19,12 +20,14 @@ from eval.drafters.shape import ShapeConfig
 from eval.harness import evaluate
 from eval.tree import static_tree
 from heads.errors import UserError
+from heads.files import write_atomically
 from heads.registry import head_kind, new_head
 from heads.sampling import Sampling
 from heads.target import FrozenTarget
 from scripts.cli import recipe_arguments
 from scripts.pipeline import (
     PROVENANCE,
+    TRAINING,
     check_run_directory,
     draft_vocabulary,
     open_corpus,
@@ -146,17 +149,27 @@ def train(argv: list[str], script: str, description: str) -> None:
     )
     if accelerator.is_main_process:
         describe(objective.head, rows, counts, training, resumed)
-    started = time.perf_counter()
+    started, cpu = time.perf_counter(), time.process_time()
     progress = training.train()
     training.tracker.close()
     if accelerator.is_main_process:
-        finish(run_dir, progress.best_tau, progress.best_step, time.perf_counter() - started, argv)
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu
+        if progress.step > step:
+            effort = {"from_step": step, "steps": progress.step, "seconds": seconds, "cpu_seconds": cpu_seconds}
+            effort |= {"processes": accelerator.num_processes, "slots_with_loss": rows.totals(range(len(rows))).anchors}
+            effort |= {"trained_parameters": trained_parameters(objective.head)}
+            write_atomically(run_dir / TRAINING, json.dumps(effort, indent=1))
+        finish(run_dir, progress.best_tau, progress.best_step, seconds, argv)
     accelerator.end_training()
+
+
+def trained_parameters(head: Any) -> int:
+    return sum(p.numel() for p in head.parameters() if p.requires_grad)
 
 
 def describe(head: Any, rows: PackedRows, counts: torch.Tensor, training: Run, resumed: bool) -> None:
     """Print what is about to be trained."""
-    trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    trained = trained_parameters(head)
     anchors = rows.totals(range(len(rows))).anchors
     store = training.features.store
     kept = sum(d.ids in store for d in rows.documents) if store is not None else 0
