@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,16 @@ def corpus_identity(recipe: Recipe, target: FrozenTarget, template: ChatTemplate
     }
 
 
-def open_features(recipe: Recipe, target: FrozenTarget) -> FeatureStore | None:
-    """The kept states of the recipe's corpus; None where there are none and none are to be written."""
+def open_features(recipe: Recipe, target: FrozenTarget, reading: bool = False) -> FeatureStore | None:
+    """The kept states of the recipe's corpus; None where there are none and none are to be written.
+
+    Args:
+        reading: for training, which can do without: states of other taps than the head's are left alone, and computed.
+    """
     if not recipe.regenerate.keep_features and not recipe.features_dir.exists():
+        return None
+    known = recipe.features_dir / "identity.json"
+    if reading and known.exists() and json.loads(known.read_text()).get("taps") != list(target.taps):
         return None
     identity = {"target_fingerprint": target.fingerprint, "taps": list(target.taps), "dtype": str(target.dtype)}
     return FeatureStore(recipe.features_dir, identity)

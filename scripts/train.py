@@ -114,7 +114,7 @@ def train(argv: list[str], script: str, description: str) -> None:
     target = open_target(recipe, accelerator.device, recipe_taps(recipe))
     corpus, manifest = open_corpus(recipe, target, template)
     rows = PackedRows(list(corpus.documents()), recipe.packing)
-    store = open_features(recipe, target)
+    store = open_features(recipe, target, reading=True)
     counts = answer_counts(corpus, int(manifest["vocab_size"]))
     objective = make_objective(build_head(recipe, target, counts, template.stop_ids).to(accelerator.device), recipe.objective)
     prompts = validation[: recipe.train.eval_prompts]
