@@ -7,26 +7,51 @@ wrote are the answer (mask 1, end of turn included). What the template puts betw
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import Field
 from transformers import AutoTokenizer, GenerationConfig
 
 from data.prompts import Conversation
+from heads.config import Config
 from heads.errors import UserError
 
 Message = dict[str, str]
+TemplateVariables = dict[str, bool | int | float | str]
+
+
+class ChatConfig(Config):
+    """How messages become text."""
+
+    template_variables: TemplateVariables = Field(default_factory=dict)
+    """Given to the chat template beside the messages, as in `enable_thinking: false`, in preparation, training and evaluation."""
+
+
+class ServeConfig(Config):
+    """How the target will be served; a corpus whose prompts would look otherwise is refused."""
+
+    template_variables: TemplateVariables | None = None
+    """What the server gives the chat template; None: what chat.template_variables says."""
+    system: str | None = None
+    """The system message the server's clients send; None: what the prompts have."""
 
 
 class ChatTemplate:
     """A tokenizer with its chat template and its end-of-turn ids."""
 
-    def __init__(self, tokenizer: Any, extra_stop_ids: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Any, extra_stop_ids: Sequence[int] = (), variables: Mapping[str, Any] | None = None) -> None:
+        """
+        Args:
+            variables: what the template is given besides the messages.
+        """
         if not getattr(tokenizer, "chat_template", None):
             raise UserError(
                 "the target's tokenizer has no chat template; use an instruct model, or put chat_template.jinja beside its tokenizer.json"
             )
         self.tokenizer = tokenizer
+        self.variables = dict(variables or {})
         stops = {int(i) for i in extra_stop_ids}
         if tokenizer.eos_token_id is not None:
             stops.add(int(tokenizer.eos_token_id))
@@ -35,7 +60,9 @@ class ChatTemplate:
         self.stop_ids = frozenset(stops)
 
     @classmethod
-    def load(cls, path: str, revision: str | None = None, trust_remote_code: bool = False) -> ChatTemplate:
+    def load(
+        cls, path: str, revision: str | None = None, trust_remote_code: bool = False, variables: Mapping[str, Any] | None = None
+    ) -> ChatTemplate:
         """The tokenizer of a target, with the end-of-turn ids of its generation config."""
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
@@ -45,17 +72,20 @@ class ChatTemplate:
             eos = GenerationConfig.from_pretrained(path, revision=revision or "main").eos_token_id
         except OSError:
             eos = None
-        return cls(tokenizer, [] if eos is None else [eos] if isinstance(eos, int) else eos)
+        return cls(tokenizer, [] if eos is None else [eos] if isinstance(eos, int) else eos, variables)
 
     @property
     def fingerprint(self) -> str:
-        """A hash of template text and stop ids."""
-        return hashlib.sha256(f"{self.tokenizer.chat_template}{sorted(self.stop_ids)}".encode()).hexdigest()[:16]
+        """A hash of template text, variables and stop ids."""
+        variables = json.dumps(self.variables, sort_keys=True) if self.variables else ""
+        return hashlib.sha256(f"{self.tokenizer.chat_template}{sorted(self.stop_ids)}{variables}".encode()).hexdigest()[:16]
 
     def render(self, messages: Sequence[Message], generation_prompt: bool = True) -> str:
         """The text a server would build from these messages."""
         try:
-            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generation_prompt)
+            text = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=generation_prompt, **self.variables
+            )
         except Exception as error:  # jinja raises what the template asks it to
             raise UserError(f"the chat template refuses these messages ({error}); roles were {[m['role'] for m in messages]}") from error
         assert isinstance(text, str)

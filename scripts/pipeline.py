@@ -54,7 +54,9 @@ def trainer_of(recipe: Recipe) -> str:
 
 
 def open_template(recipe: Recipe) -> ChatTemplate:
-    return ChatTemplate.load(resolve_target(recipe.target.name), recipe.target.revision, recipe.target.trust_remote_code)
+    return ChatTemplate.load(
+        resolve_target(recipe.target.name), recipe.target.revision, recipe.target.trust_remote_code, recipe.chat.template_variables
+    )
 
 
 def open_target(recipe: Recipe, on: torch.device, taps: tuple[int, ...] | None = None) -> FrozenTarget:

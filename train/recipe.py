@@ -11,6 +11,7 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from data.packing import PackingConfig
 from data.prompts import PromptsConfig
 from data.regenerate import RegenerateConfig
+from data.template import ChatConfig, ServeConfig
 from eval.harness import EvaluateConfig
 from heads.config import Config
 from heads.eagle import EagleConfig
@@ -54,6 +55,8 @@ class Recipe(Config):
     """Prompts held back from training; the head decodes them every train.eval_every steps, and `best` is chosen by them."""
     corpus: Path | None = None
     """Corpus directory to use instead of runs/NAME/corpus; recipes of one family can share one."""
+    chat: ChatConfig = ChatConfig()
+    serve: ServeConfig = ServeConfig()
     regenerate: RegenerateConfig = RegenerateConfig()
     head: AnyHead = Eagle3Config()
     """What is trained: kind is eagle3, eagle, medusa or peagle, and the other keys are that kind's."""
