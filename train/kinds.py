@@ -71,7 +71,7 @@ class EagleObjective(Objective):
         return DraftLayer(lm_head, softcap)
 
     def extra(self, outputs: torch.Tensor, labels: Labels, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        distance = F.smooth_l1_loss(outputs.float(), labels.hidden[index].float(), reduction="none").mean(-1)
+        distance = F.smooth_l1_loss(outputs.float(), labels.hidden[index].detach().float(), reduction="none").mean(-1)
         return self.config.eagle.regression * (distance * weight).sum()
 
 

@@ -15,14 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from data.packing import PackedRows, PackingConfig
 from heads.cache import LineCache
 from heads.errors import UserError
-from heads.target import FrozenTarget, TargetOutput
+from heads.target import TargetOutput
 from heads.vocab import DraftVocab
-from tests.tiny import chain_visible, tiny_head, tiny_model
-from tests.train.runs import VOCAB, document, small_run, small_target, weights
-from train.loop import Run, TrainConfig, learning_rate
+from tests.tiny import chain_visible, tiny_head
+from tests.train.runs import COUNT, VOCAB, counting_rows, counting_target, small_run, small_target, weights
+from train.loop import TrainConfig, learning_rate
 from train.objectives import run_target
 from train.state import newest_whole
 
@@ -243,41 +242,12 @@ def test_best_is_remembered_across_a_resume(tmp_path: Path) -> None:
     assert files(tmp_path) == {"step-000002", "step-000006", "best", "last"}
 
 
-COUNT = 24  # tokens of the counting language
-
-
-def counting_target() -> FrozenTarget:
-    """x_{t+1} = x_t + 1 mod COUNT, whatever came before: one-hot embeddings pass through untouched layers to a shifted LM head."""
-    model = tiny_model("llama", vocab=COUNT, hidden=32, layers=3)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        rows = torch.eye(32)[:COUNT]
-        model.model.embed_tokens.weight.copy_(rows)
-        model.lm_head.weight.copy_(3 * rows.roll(1, dims=0))  # row x + 1 answers the embedding of x
-    target = FrozenTarget(model)
-    ids = torch.arange(COUNT)[None]
-    assert torch.equal(target.logits(target.forward(ids).hidden).argmax(-1), (ids + 1) % COUNT)
-    return target
-
-
 def test_counting_language_is_learnt_at_every_depth(tmp_path: Path) -> None:
     target = counting_target()
     tracker = Recorder()
     run = small_run(
-        tmp_path, target=target, depths=4, tracker=tracker, steps=100, learning_rate=1e-2, log_every=50, save_every=1000,
-        head={"init": "paper"},
-    )  # fmt: skip
-    rng = np.random.default_rng(0)
-    documents = []
-    for index in range(40):
-        start, prompt, answer = (int(rng.integers(low, high)) for low, high in ((0, COUNT), (1, 5), (5, 14)))
-        documents.append(document((start + np.arange(prompt + answer)) % COUNT, [0] * prompt + [1] * answer, f"c{index}"))
-    rows = PackedRows(documents, PackingConfig(max_length=48))
-    run = Run(
-        accelerator=run.accelerator, target=target, objective=run.objective, rows=rows, config=run.config, checkpoints=run.checkpoints,
-        tracker=tracker, measure=run.measure, provenance={},
+        tmp_path, target=target, rows=counting_rows(), depths=4, tracker=tracker, steps=100, learning_rate=1e-2, log_every=50,
+        save_every=1000, head={"init": "paper"},
     )  # fmt: skip
     run.train()
     last = tracker.lines[-2][1]
