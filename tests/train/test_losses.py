@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Literal
 
 import pytest
 import torch
 
-from train.losses import DraftLayer, Labels, LossConfig, PairMetrics, distillation_loss
+from train.losses import DraftLayer, Emphasis, Labels, LossConfig, PairMetrics, distillation_loss
 
 VOCAB, WIDTH, POSITIONS, PAIRS = 23, 8, 11, 30
 DRAFT = torch.tensor([0, 2, 3, 7, 8, 11, 15, 16, 22])
@@ -115,3 +116,98 @@ def test_frozen_head_gets_no_gradient_and_changes_nothing_else() -> None:
     assert torch.equal(free_loss, frozen_loss)
     assert frozen["head"].grad is None and free["head"].grad.abs().sum() > 0
     assert torch.equal(free["outputs"].grad, frozen["outputs"].grad)
+
+
+def whole(case: dict[str, Any], config: LossConfig, draft_cap: float | None, emphasis: Emphasis | None) -> torch.Tensor:
+    """Every loss from whole tensors, in float64, by autograd."""
+    labels: Labels = case["labels"]
+    full = labels.hidden.double() @ labels.lm_head.double().T
+    if labels.softcap is not None:
+        full = labels.softcap * torch.tanh(full / labels.softcap)
+    p_full = torch.softmax(full, dim=-1)[case["index"]]
+    p = p_full[:, labels.draft_ids]
+    mass, best = p.sum(-1), p_full.argmax(-1)
+    z = case["outputs"].double() @ case["head"].double().T
+    if draft_cap is not None:
+        z = draft_cap * torch.tanh(z / draft_cap)
+    log_q = torch.log_softmax(z, dim=-1)
+    alpha = torch.minimum(p, log_q.exp()).sum(-1)
+    aim = p / mass[:, None]
+    counted = mass if config.oov_policy == "weight" else torch.isin(best, labels.draft_ids).double()
+    if config.labels == "hard":
+        assert labels.next_ids is not None
+        written = labels.next_ids[case["index"]]
+        aim = (labels.draft_ids == written[:, None]).double()
+        counted = aim.sum(-1)
+    ce = -(aim * log_q).sum(-1)
+    value = counted * ce
+    if config.loss == "tv":
+        value = 1 - alpha
+    if config.loss == "lk":
+        share = torch.exp(-config.lk_eta * alpha.detach())
+        kl = (torch.xlogy(aim, aim) - aim * log_q).sum(-1)
+        value = share * counted * kl + (1 - share) * (1 - alpha)
+    if emphasis is not None:
+        top = p.topk(emphasis.top, dim=-1)
+        value = value - emphasis.weight * (top.values * log_q.gather(1, top.indices)).sum(-1)
+    return (case["weight"].double() * value).sum()
+
+
+def with_next_ids(case: dict[str, Any]) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(8)
+    written = torch.randint(0, VOCAB, (POSITIONS,), generator=generator)
+    assert 0 < torch.isin(written, DRAFT).sum() < POSITIONS
+    return case | {"labels": dataclasses.replace(case["labels"], next_ids=written)}
+
+
+@pytest.mark.parametrize("emphasis", [None, Emphasis(3, 0.7)], ids=["", "emphasis"])
+@pytest.mark.parametrize("draft_cap", [None, 1.5])
+@pytest.mark.parametrize("kind", ["soft", "hard"])
+@pytest.mark.parametrize("oov", ["weight", "drop"])
+@pytest.mark.parametrize("loss", ["ce", "lk", "tv"])
+def test_every_loss_by_autograd(loss: Any, oov: Any, kind: Any, draft_cap: float | None, emphasis: Emphasis | None) -> None:
+    case, again = with_next_ids(inputs(2.0)), with_next_ids(inputs(2.0))
+    config = LossConfig(loss=loss, lk_eta=2.0, labels=kind, oov_policy=oov, chunk=4)
+    head = case.pop("head")
+    found, _ = distillation_loss(layer=DraftLayer(head, draft_cap), config=config, emphasis=emphasis, **case)
+    expected = whole(again, config, draft_cap, emphasis)
+    found.backward()
+    expected.backward()
+    torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(case["outputs"].grad, again["outputs"].grad, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(head.grad, again["head"].grad, atol=1e-5, rtol=1e-5)
+    assert float(case["outputs"].grad.abs().sum()) > 0.1
+
+
+def test_the_share_of_cross_entropy_falls_from_one_to_none() -> None:
+    """lk is KL at eta 0 and 1 - alpha at a large eta."""
+    kl, _ = distillation_loss(**pruned(inputs(None)), config=LossConfig(loss="lk", lk_eta=0.0))
+    ce, _ = distillation_loss(**pruned(inputs(None)), config=LossConfig())
+    far, _ = distillation_loss(**pruned(inputs(None)), config=LossConfig(loss="lk", lk_eta=1e6))
+    tv, _ = distillation_loss(**pruned(inputs(None)), config=LossConfig(loss="tv"))
+    assert float(kl.detach()) < float(ce.detach())
+    torch.testing.assert_close(far, tv)
+
+
+def pruned(case: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in case.items() if k != "head"} | {"layer": DraftLayer(case["head"])}
+
+
+def test_fitting_acceptance_ends_at_more_acceptance_than_fitting_cross_entropy() -> None:
+    """A head too narrow to be right everywhere: what it gives up is what its loss counts least."""
+    reached = {}
+    for loss in ("ce", "lk", "tv"):
+        case = inputs(None, full=True)
+        free = (torch.randn(PAIRS, 2, generator=torch.Generator().manual_seed(1)) * 0.1).requires_grad_()
+        head = (torch.randn(VOCAB, 2, generator=torch.Generator().manual_seed(2))).requires_grad_()
+        optimizer = torch.optim.Adam([free, head], lr=0.05)
+        config, metrics = LossConfig(loss=loss, oov_policy="weight"), None
+        settings = {"labels": case["labels"], "index": case["index"], "weight": torch.ones(PAIRS) / PAIRS}
+        for _ in range(400):
+            optimizer.zero_grad()
+            found, metrics = distillation_loss(free, DraftLayer(head), config=config, **settings)
+            found.backward()
+            optimizer.step()
+        assert metrics is not None
+        reached[loss] = float(metrics.alpha.mean())
+    assert reached["lk"] > reached["ce"] + 0.005 and reached["tv"] > reached["ce"] + 0.005, reached
