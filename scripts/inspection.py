@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from data.corpus import Document, TokenCorpus
+from data.coverage import coverage_curve, draw_coverage, half_counts, sizes_for
 from data.doctor import as_rows, check_template, examine, first_difference, pieces
+from data.features import FeatureStore
 from data.prompts import Conversation
 from data.template import ChatTemplate, opening
 from eval.harness import spread
 from heads.errors import UserError
 from heads.files import write_atomically
+from heads.target import FrozenTarget
 from train.recipe import Recipe
 
 STYLES = {"prompt": "bright_black", "answer": "green3", "end": "bold magenta"}
@@ -89,3 +94,43 @@ def show_documents(documents: Sequence[Document], template: ChatTemplate, count:
         for kind, text in pieces(document, template):
             console.print(Text(text if coloured else MARKS[kind].format(text), STYLES[kind] if coloured else ""), end="")
         console.print()
+
+
+def show_coverage(
+    corpus: TokenCorpus, template: ChatTemplate, target: FrozenTarget, chosen: int, features: FeatureStore | None = None
+) -> None:
+    """Print what draft vocabularies of several sizes cover, and draw it as coverage.svg in the corpus's directory.
+
+    Args:
+        chosen: the recipe's size.
+        features: kept states of the corpus, for the target's own probability.
+    """
+    halves = half_counts(corpus.documents(), target.vocab_size)
+    hidden = sampled_states(corpus, features) if features is not None else None
+    sizes = sizes_for(target.vocab_size, chosen)
+    points = coverage_curve(halves, sizes, template.stop_ids, target.hidden_size, hidden, target)
+    table = Table("draft vocabulary", box=None, pad_edge=False)
+    for column in ("of this corpus", "of its other half", "target probability", "LM head, M parameters"):
+        table.add_column(column, justify="right")
+    for p in points:
+        mass = "-" if p.mass is None else f"{p.mass:.2%}"
+        style = "bold" if p.size == chosen else ""
+        table.add_row(f"{p.size:,}", f"{p.seen:.2%}", f"{p.unseen:.2%}", mass, f"{p.head_parameters / 1e6:.1f}", style=style)
+    Console(highlight=False).print(table)
+    aside = corpus.directory / f".coverage.svg.tmp-{os.getpid()}"
+    draw_coverage(aside, points, chosen)
+    aside.replace(corpus.directory / "coverage.svg")
+
+
+def sampled_states(corpus: TokenCorpus, features: FeatureStore, positions: int = 1024) -> torch.Tensor | None:
+    """[n, H] last hidden states that answer tokens were written from, of documents all over the corpus; None where none were kept."""
+    documents = [d for d in corpus.documents() if d.ids in features]
+    parts: list[torch.Tensor] = []
+    for number in sorted(spread(len(documents), 32)):
+        document = documents[number]
+        _, hidden = features.read(document.ids)
+        parts.append(hidden[torch.from_numpy(document.mask[1:] == 1)])
+    if not parts:
+        return None
+    whole = torch.cat(parts)
+    return whole[sorted(spread(len(whole), positions))]

@@ -16,7 +16,7 @@ from data.corpus import TokenCorpus, answer_counts
 from data.regenerate import regenerate
 from data.template import check_fit
 from scripts.cli import recipe_arguments, run
-from scripts.inspection import check_serving, examine_corpus, show_documents
+from scripts.inspection import check_serving, examine_corpus, show_coverage, show_documents
 from scripts.pipeline import (
     check_run_directory,
     corpus_identity,
@@ -56,6 +56,7 @@ def main(argv: list[str]) -> None:
     summary = corpus.seal(target.vocab_size)
     counts = answer_counts(corpus, target.vocab_size)
     vocab = draft_vocabulary(recipe, counts, template.stop_ids)
+    show_coverage(corpus, template, target, vocab.size, features)
     finish = ", ".join(f"{k} {v}" for k, v in sorted(summary["finish"].items()))
     dropped = ", ".join(f"{k} {v}" for k, v in sorted(summary["dropped"].items())) or "none"
     covered = vocab.coverage(counts)
