@@ -4,12 +4,14 @@ python -m scripts.bench_decode recipes/smollm2-135m-eagle3-quick.yaml
 python -m scripts.bench_decode recipes/smollm2-135m-eagle3-quick.yaml --repeats 5 --markdown docs/bench_decode.md
 
 All methods decode the same prompts greedily, one at a time, in one process. They take turns in a new order each repeat, so that drift of
-the machine's speed falls on all of them; of each prompt and method the median counts.
+the machine's speed falls on all of them; of each prompt and method the median counts. transformers runs a model of its own, loaded
+from the same files and left as the library makes it: no hooks, no packed layers.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +23,12 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from data.bundled import resolve_target
 from data.prompts import Conversation, load_prompts
 from data.template import ChatTemplate, check_fit, opening
 from eval.decoder import DecodeSettings, decode
 from eval.drafters.base import Drafter
-from eval.drafters.build import first_layers, head_drafter
+from eval.drafters.build import first_layers, head_drafter, shortened
 from eval.drafters.independent import IndependentDrafter
 from eval.drafters.lookup import LookupDrafter
 from eval.drafters.simple import NoneDrafter
@@ -36,7 +39,7 @@ from eval.stopping import StopRule
 from heads.errors import UserError
 from heads.files import write_atomically
 from heads.sampling import Sampling
-from heads.target import FrozenTarget
+from heads.target import FrozenTarget, load_model
 from scripts.cli import recipe_arguments, run
 from scripts.pipeline import device, open_head, open_target, open_template
 from train.provenance import command_line, machine_class, versions
@@ -101,14 +104,14 @@ def ours(target: FrozenTarget, drafter: Drafter, settings: DecodeSettings) -> Me
     return method
 
 
-def theirs(target: FrozenTarget, template: ChatTemplate, new: int, **options: Any) -> Method:
+def theirs(model: Any, template: ChatTemplate, new: int, **options: Any) -> Method:
     """A method of transformers' ``generate``."""
 
     @torch.no_grad()
     def method(prompt: list[int]) -> Run:
-        ids = torch.tensor([prompt], device=target.device)
+        ids = torch.tensor([prompt], device=model.device)
         began, cpu = time.perf_counter(), time.process_time()
-        output = target.model.generate(
+        output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=new,
@@ -127,23 +130,24 @@ def theirs(target: FrozenTarget, template: ChatTemplate, new: int, **options: An
 
 
 def methods_of(
-    recipe: Recipe, target: FrozenTarget, template: ChatTemplate, head: Any, layers: int, ngram: int
+    recipe: Recipe, target: FrozenTarget, library: Any, template: ChatTemplate, head: Any, layers: int, ngram: int
 ) -> tuple[dict[str, Method], dict[str, str]]:
-    """All methods by name, and a few words about each."""
+    """All methods by name, and a few words about each. ``library`` is the target's model once more, untouched, for transformers."""
     K, new = recipe.evaluate.draft_length, recipe.evaluate.max_new_tokens
     settings = DecodeSettings(K, new, StopRule(template.stop_ids))
     draft = first_layers(target, layers)
+    assistant = shortened(library, layers)
+    assistant.generation_config = constant = copy.deepcopy(library.generation_config)
     # What generate calls a constant draft length, without its own early stop.
-    assistant = draft.model.generation_config
-    assistant.num_assistant_tokens, assistant.num_assistant_tokens_schedule, assistant.assistant_confidence_threshold = K, "constant", 0.0
+    constant.num_assistant_tokens, constant.num_assistant_tokens_schedule, constant.assistant_confidence_threshold = K, "constant", 0.0
     lookup = LookupDrafter(ngram, "recent", template.stop_ids)
     methods = {
         "plain": ours(target, NoneDrafter(), settings),
-        "transformers plain": theirs(target, template, new),
+        "transformers plain": theirs(library, template, new),
         "lookup": ours(target, lookup, settings),
-        "transformers lookup": theirs(target, template, new, prompt_lookup_num_tokens=K, max_matching_ngram_size=ngram),
+        "transformers lookup": theirs(library, template, new, prompt_lookup_num_tokens=K, max_matching_ngram_size=ngram),
         "first layers": ours(target, IndependentDrafter(draft, target, Sampling()), settings),
-        "transformers first layers": theirs(target, template, new, assistant_model=draft.model),
+        "transformers first layers": theirs(library, template, new, assistant_model=assistant),
     }
     about = {
         "lookup": f"n-grams of at most {ngram}",
@@ -241,7 +245,8 @@ def main(argv: list[str]) -> None:
     conversations = [*chosen, Conversation.make(turns=[COPYING], source="the copying task")]
     check_fit(conversations, template, target.max_length)
     prompts = [template.encode(template.render(opening(c))) for c in conversations]
-    methods, about = methods_of(recipe, target, template, head, options.layers, options.ngram)
+    library = load_model(recipe.target, resolve_target(recipe.target.name), on)
+    methods, about = methods_of(recipe, target, library, template, head, options.layers, options.ngram)
     results = measure(methods, prompts, options.repeats)
     groups = {"held-out": range(len(chosen)), "copying": range(len(chosen), len(prompts))}
     everything = range(len(prompts))

@@ -17,6 +17,7 @@ from eval.drafters.shape import ShapeConfig
 from eval.drafters.simple import NoneDrafter
 from heads.config import Config
 from heads.errors import UserError
+from heads.packed import pack_linears
 from heads.sampling import Sampling
 from heads.target import FrozenTarget, TargetConfig
 
@@ -61,7 +62,10 @@ class DrafterConfig(Config):
 
 
 def head_drafter(head: Any, target: FrozenTarget, sampling: Sampling, sample_proposals: bool, shape: ShapeConfig) -> Drafter:
-    """The drafter for a trained head of any kind."""
+    """The drafter for a trained head of any kind. Its linear layers are packed where the target's are (in place; training goes on with it
+    as before)."""
+    if target.packed_head is not None:
+        pack_linears(head)
     kind = head.arch.kind
     accuracies = getattr(head, "accuracies", None)
     if kind in ("medusa", "peagle"):
@@ -94,18 +98,26 @@ def first_layers(target: FrozenTarget, count: int) -> FrozenTarget:
         raise UserError(
             f"drafter.first_layers is {count}; the target has {target.num_layers} layers, so it runs from 1 to {target.num_layers - 1}"
         )
-    model, decoder = _shallow(target.model), _shallow(target.decoder)
-    decoder.layers = nn.ModuleList(list(target.decoder.layers)[:count])
-    for name, child in target.model.named_children():
-        if child is target.decoder:
-            setattr(model, name, decoder)
-    for part in (model, decoder):
+    draft = FrozenTarget(shortened(target.model, count), (count,), packed=False)
+    draft.packed_head = target.packed_head  # the layers are the target's own, packed or not
+    return draft
+
+
+def shortened(model: Any, count: int) -> Any:
+    """The library's model without its decoder layers after the first ``count``; it shares all weights with ``model``, which stays whole."""
+    whole = model.get_decoder()
+    short, decoder = _shallow(model), _shallow(whole)
+    decoder.layers = nn.ModuleList(list(whole.layers)[:count])
+    for name, child in model.named_children():
+        if child is whole:
+            setattr(short, name, decoder)
+    for part in (short, decoder):
         part.config = copy.deepcopy(part.config)
         config = part.config.get_text_config()
         config.num_hidden_layers = count
         if getattr(config, "layer_types", None):  # which layers slide, one entry a layer
             config.layer_types = list(config.layer_types[:count])
-    return FrozenTarget(model, (count,))
+    return short
 
 
 def _shallow(module: Any) -> Any:
