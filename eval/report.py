@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.records import PromptRecord
-from eval.statistics import Interval, Summary
+from eval.statistics import Interval, Quality, Summary
 from heads.errors import UserError
 
 CHARTS = ("per-position-acceptance.svg", "accepted-per-cycle.svg", "acceptance-length-by-category.svg")
@@ -79,8 +79,16 @@ def _lossless_sentence(summary: Summary) -> str:
     return f"{sentence}{gap}."
 
 
+def _quality_sentence(quality: Quality) -> str:
+    spread, agreement = _interval(quality.kl_interval, 4), _share(quality.agreement)
+    return (
+        f"The target was changed by an adapter: NOT lossless to the original. On answers of the original ({quality.tokens:,} tokens): "
+        f"KL {quality.kl:.4f} nats a token (95 % interval {spread}), the same most likely token at {agreement}."
+    )
+
+
 def headline(summary: Summary) -> str:
-    """Three lines for the terminal: acceptance length, speed, losslessness."""
+    """Lines for the terminal: acceptance length, speed, losslessness; of a changed target, quality."""
     acceptance, speed = summary.acceptance, summary.speed
     spread = f" (95 % interval {_interval(acceptance.tau_interval)})" if acceptance.tau_interval is not None else " (no interval)"
     kind = "Acceptance length (typical acceptance, NOT lossless)" if summary.typical else "Acceptance length"
@@ -93,7 +101,8 @@ def headline(summary: Summary) -> str:
         second += f", {_number(speed.plain_tokens_per_second, 2)} without: {_number(speed.ratio, 2)} x"
         if speed.ratio_interval is not None:
             second += f" (95 % interval {_interval(speed.ratio_interval, 2)})"
-    return "\n".join((first, second + ".", _lossless_sentence(summary)))
+    lines = [first, second + ".", _lossless_sentence(summary)]
+    return "\n".join(lines if summary.quality is None else [*lines, _quality_sentence(summary.quality)])
 
 
 def _plain(value: Any) -> Any:
@@ -241,6 +250,18 @@ def _lossless_section(summary: Summary) -> list[str]:
     return [*parts, _defined("lossless")]
 
 
+def _quality_section(quality: Quality) -> list[str]:
+    rows = [
+        ("KL(original, adapted), nats a token", f"{quality.kl:.5f}", _interval(quality.kl_interval, 5)),
+        ("same most likely token", f"{quality.agreement:.4f}", _interval(quality.agreement_interval, 4)),
+    ]
+    return [
+        "## Quality",
+        _quality_sentence(quality) + ' "Lossless" above is about the adapted target.',
+        _table(("quantity", "value", "95 % interval"), rows),
+    ]
+
+
 def _markdown(summary: Summary, identity: Mapping[str, Any]) -> str:
     parts = [
         "# Acceptance length report",
@@ -251,6 +272,7 @@ def _markdown(summary: Summary, identity: Mapping[str, Any]) -> str:
         *_position_section(summary),
         *_speed_section(summary),
         *_lossless_section(summary),
+        *(_quality_section(summary.quality) if summary.quality is not None else []),
         "All numbers, and every cycle of every request, are in [report.json](report.json).",
     ]
     return "\n\n".join(parts) + "\n"

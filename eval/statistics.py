@@ -125,6 +125,20 @@ class Lossless:
 
 
 @dataclass(frozen=True)
+class Quality:
+    """A changed target beside the original, on answers that the original wrote."""
+
+    prompts: int
+    tokens: int
+    kl: float
+    """Mean over tokens of KL(original || changed), nats."""
+    kl_interval: Interval | None
+    agreement: float
+    """Share of tokens where both have the same most likely token."""
+    agreement_interval: Interval | None
+
+
+@dataclass(frozen=True)
 class Summary:
     prompts: int
     requests: int
@@ -151,6 +165,8 @@ class Summary:
     lossless: Lossless
     typical: bool = False
     """Drafts were accepted by the typical rule: the figures must not stand beside lossless ones."""
+    quality: Quality | None = None
+    """Where the target was changed for the head's sake."""
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:
@@ -183,7 +199,7 @@ def bootstrap_interval(
     return Interval(float(low), float(high))
 
 
-def _by_prompt(records: Sequence[PromptRecord], rows: Sequence[Sequence[float]]) -> FloatArray:
+def by_prompt(records: Sequence[PromptRecord], rows: Sequence[Sequence[float]]) -> FloatArray:
     """Rows [records, c] summed to [prompts, c]: the turns of one prompt are one unit, as they are not independent."""
     index: dict[str, int] = {}
     units = np.array([index.setdefault(record.prompt_id, len(index)) for record in records], dtype=np.intp)
@@ -197,6 +213,11 @@ def _mean_of_sums(sums: FloatArray) -> FloatArray:
     """Sums [b, 2] of (value, count) -> mean value [b]."""
     mean: FloatArray = sums[:, 0] / sums[:, 1]
     return mean
+
+
+def interval_of_mean(sums: FloatArray, *, bootstrap: int, seed: int) -> Interval | None:
+    """Of the mean value behind rows [prompts, 2] of (sum of values, count)."""
+    return bootstrap_interval(sums, _mean_of_sums, resamples=bootstrap, seed=seed)
 
 
 def counted(records: Sequence[PromptRecord]) -> tuple[list[tuple[Cycle, ...]], bool]:
@@ -214,7 +235,7 @@ def step_weighted_tau(
     pooled = [cycle for group in cycles for cycle in group]
     if not pooled:
         return None, None
-    sums = _by_prompt(records, [(sum(cycle.accepted for cycle in group), len(group)) for group in cycles])
+    sums = by_prompt(records, [(sum(cycle.accepted for cycle in group), len(group)) for group in cycles])
     sums = sums[sums[:, 1] > 0]  # a prompt without cycles bears on nothing, and could leave a resample empty
     interval = bootstrap_interval(sums, lambda s: 1 + _mean_of_sums(s), resamples=bootstrap, seed=seed)
     return acceptance_length(pooled), interval
@@ -226,7 +247,7 @@ def request_mean_tau(
     """Mean over records with counted cycles of 1 + mean a_c, and its interval over prompts."""
     pairs = [(record, group) for record, group in zip(records, cycles) if group]
     taus = [acceptance_length(group) for _, group in pairs]
-    sums = _by_prompt([record for record, _ in pairs], [(tau, 1.0) for tau in taus])
+    sums = by_prompt([record for record, _ in pairs], [(tau, 1.0) for tau in taus])
     interval = bootstrap_interval(sums, _mean_of_sums, resamples=bootstrap, seed=seed)
     return sum(taus) / len(taus), interval
 
@@ -278,7 +299,7 @@ def speed(records: Sequence[PromptRecord], *, bootstrap: int, seed: int) -> Spee
     if plain is not None and all(record.speculative_seconds > 0 for record in records):
         rows = [(r.output_tokens, r.speculative_seconds, r.plain_tokens, r.plain_seconds) for r in records]
         interval = bootstrap_interval(
-            _by_prompt(records, rows),
+            by_prompt(records, rows),
             lambda s: (s[:, 0] / s[:, 1]) / (s[:, 2] / s[:, 3]),
             resamples=bootstrap,
             seed=seed,
@@ -339,12 +360,21 @@ def _check(records: Sequence[PromptRecord]) -> None:
         assert record.output_tokens == 1 + emitted, f"{where}: {record.output_tokens} output tokens, 1 + {emitted} emitted"
 
 
-def summarise(records: Sequence[PromptRecord], *, greedy: bool, typical: bool = False, bootstrap: int = 10_000, seed: int = 0) -> Summary:
+def summarise(
+    records: Sequence[PromptRecord],
+    *,
+    greedy: bool,
+    typical: bool = False,
+    bootstrap: int = 10_000,
+    seed: int = 0,
+    quality: Quality | None = None,
+) -> Summary:
     """All numbers of a report.
 
     Args:
         greedy: both runs were greedy, so that their outputs must agree token by token.
         typical: drafts were accepted by rule 2.6, so that the output is not the target's.
+        quality: of the changed target that decoded.
     """
     if not records:
         raise UserError("There is nothing to measure: no prompt was decoded. Give at least one prompt.")
@@ -393,4 +423,5 @@ def summarise(records: Sequence[PromptRecord], *, greedy: bool, typical: bool = 
         speed=speed(records, bootstrap=bootstrap, seed=seed),
         typical=typical,
         lossless=lossless(records, greedy=greedy, typical=typical),
+        quality=quality,
     )

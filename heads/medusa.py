@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import nn
 
+from heads.adapter import AdapterConfig
 from heads.config import Config, HeadConfig
 from heads.target import FrozenTarget
 from heads.vocab import DraftVocab
@@ -30,6 +31,9 @@ class MedusaConfig(HeadConfig):
     """Residual blocks of a head."""
     share_lm_head: bool = True
     """True: every head uses the target's frozen LM head, and only blocks are trained. False: each has a trained copy (H x V more)."""
+    adapter: AdapterConfig | None = None
+    """Medusa-2: train a low-rank adapter on the target together with the heads (objective.joint). What is decoded then is the adapted
+    target, NOT the original one; the report says how far it is from it."""
 
 
 class MedusaArchitecture(Config):

@@ -180,7 +180,6 @@ class FrozenTarget:
         """The context the target was made for, in tokens."""
         return int(getattr(self.config, "max_position_embeddings", 1 << 30))
 
-    @torch.no_grad()
     def forward(
         self,
         ids: torch.Tensor,
@@ -204,9 +203,24 @@ class FrozenTarget:
                 cache holds already, committed or not, must be a chain (position = column).
             taps: whether to capture them.
         """
-        if visible is not None:
-            assert cache is not None and position is not None and attention_mask is None
-            attention_mask = self._masks(visible, position, cache)
+        with torch.no_grad():
+            if visible is not None:
+                assert cache is not None and position is not None and attention_mask is None
+                attention_mask = self._masks(visible, position, cache)
+            return self._run(ids, position, taps, cache, attention_mask)
+
+    def trace(self, ids: torch.Tensor, position: torch.Tensor) -> TargetOutput:
+        """``forward`` over packed rows [B, T] without taps, with a gradient for what is trained inside the target (an adapter)."""
+        return self._run(ids, position, False)
+
+    def _run(
+        self,
+        ids: torch.Tensor,
+        position: torch.Tensor | None,
+        taps: bool,
+        cache: TargetCache | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> TargetOutput:
         self._captured = {} if taps else None
         try:
             output = self.decoder(
@@ -274,8 +288,11 @@ class FrozenTarget:
         """A hash of the config and a few weights: tells one target (or fine-tune) from another."""
         config = {k: v for k, v in self.config.to_dict().items() if k not in ("_name_or_path", "transformers_version", "dtype")}
         digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-        step = max(1, self.vocab_size // 64)
-        digest.update(self.lm_head[::step].float().cpu().contiguous().numpy().tobytes())
+        # A few numbers of every weight: a fine-tune may have left any of them alone. Without what an adapter adds.
+        names = {name.replace(".base_layer", ""): value for name, value in self.model.named_parameters() if ".lora_" not in name}
+        for name in sorted(names):
+            flat = names[name].detach().flatten()
+            digest.update(flat[:: max(1, flat.numel() // 64)].float().cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
     @torch.no_grad()

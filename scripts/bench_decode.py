@@ -41,7 +41,7 @@ from heads.files import write_atomically
 from heads.sampling import Sampling
 from heads.target import FrozenTarget, load_model
 from scripts.cli import recipe_arguments, run
-from scripts.pipeline import device, open_head, open_target, open_template
+from scripts.pipeline import device, open_for_decoding
 from train.provenance import command_line, machine_class, versions
 from train.recipe import Recipe, load_recipe
 
@@ -237,9 +237,10 @@ def main(argv: list[str]) -> None:
     if options.markdown and not options.markdown.parent.is_dir():
         raise UserError(f"--markdown is {options.markdown}, and there is no directory {options.markdown.parent}; make it first")
     on = device()
-    head = None if options.no_head else open_head(recipe, on)[0]
-    template = open_template(recipe)
-    target = open_target(recipe, on, head.arch.taps if head else None)
+    opened = open_for_decoding(recipe, on, not options.no_head)
+    template, target, head = opened.template, opened.target, opened.head
+    if opened.adapter is not None:
+        raise UserError("this head was trained with an adapter on the target, which transformers would not decode with; give --no-head")
     held_out = load_prompts(recipe.evaluate.prompts)
     chosen = [held_out[i] for i in sorted(spread(len(held_out), options.prompts))]
     conversations = [*chosen, Conversation.make(turns=[COPYING], source="the copying task")]

@@ -16,6 +16,7 @@ from typing import Any
 
 from heads.errors import UserError
 from heads.files import write_atomically
+from heads.registry import HEADS
 from scripts.cli import run
 
 COLUMNS = (
@@ -94,9 +95,10 @@ def cells(report: dict[str, Any]) -> list[str]:
     spread = f" ({interval['low']:.3f} to {interval['high']:.3f})" if interval else ""
     rates = ", ".join(f"{p['rate']:.2f}" for p in summary["positions"])
     ratio, lossless = summary["speed"]["ratio"], summary["lossless"]
-    named = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa", "peagle": "P-EAGLE"}
+    kind = HEADS[head["kind"]].title if head.get("kind") in HEADS else identity["drafter"]["name"]
+    quality = summary.get("quality")
     return [
-        named.get(head.get("kind", ""), identity["drafter"]["name"]),
+        kind if quality is None else f"{kind}-2, changed target: KL {quality['kl']:.4f}, same top-1 {quality['agreement']:.1%}",
         head.get("checkpoint", "-").split("/")[0],
         f"{head['trained_parameters'] / 1e6:.1f} M" if "trained_parameters" in head else "-",
         f"{head['training_cpu_seconds']:,}" if "training_cpu_seconds" in head else "-",

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from data.prompts import load_prompts
+from eval.drafters.simple import NoneDrafter
 from eval.harness import choose, evaluate
+from eval.quality import measure_quality
 from eval.report import check_report_directory, headline, write_report
 from eval.statistics import summarise
 from scripts.cli import add_drafter_option, drafter_override, recipe_arguments, run
-from scripts.pipeline import TRAINING, about_drafter, device, open_drafter, open_head, open_target, open_template, split_prompts
+from scripts.pipeline import TRAINING, about_drafter, device, open_drafter, open_for_decoding, split_prompts
 from train.provenance import machine_class, versions, write_provenance
 from train.recipe import Recipe, load_recipe
 from train.strict import dump_recipe
@@ -39,20 +41,25 @@ def main(argv: list[str]) -> None:
     report = recipe.run_dir / (f"report-{label}" if label else "report")
     check_report_directory(report)
     on = device()
-    head, checkpoint = open_head(recipe, on) if by_head else (None, None)
-    template = open_template(recipe)
-    target = open_target(recipe, on, head.arch.taps if head else None)
+    opened = open_for_decoding(recipe, on, by_head)
+    template, target, head, checkpoint, adapter = opened.template, opened.target, opened.head, opened.checkpoint, opened.adapter
     drafter, about = open_drafter(recipe, target, template, on, head)
+    fingerprint, quality = target.fingerprint, None
+    if adapter is not None:
+        by_original = evaluate(target, template, NoneDrafter(), prompts, config, baseline=False)
+        quality = measure_quality(target, adapter, by_original, bootstrap=config.bootstrap, seed=config.seed)
+        adapter.merge()
     records = evaluate(target, template, drafter, prompts, config)
     about = about_drafter(drafter, about)  # only now: one may have chosen its method by the first prompt
     greedy = config.sampling.greedy
-    summary = summarise(records, greedy=greedy, typical=not config.lossless, bootstrap=config.bootstrap, seed=config.seed)
+    summary = summarise(records, greedy=greedy, typical=not config.lossless, bootstrap=config.bootstrap, seed=config.seed, quality=quality)
     identity = {
         "target": {
             "name": recipe.target.name,
-            "fingerprint": target.fingerprint,
+            "fingerprint": fingerprint,
             "dtype": str(target.dtype),
             "layers": target.num_layers,
+            **({} if adapter is None else {"changed by": f"an adapter of rank {adapter.rank}"}),
         },
         "drafter": {"name": drafter.name, "about": about},
         "head": describe_head(head, f"{recipe.name}/{checkpoint.name}") | training_effort(recipe.run_dir) if checkpoint else {},

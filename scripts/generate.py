@@ -25,7 +25,7 @@ from eval.records import acceptance_length
 from heads.errors import UserError
 from heads.target import FrozenTarget
 from scripts.cli import add_drafter_option, drafter_override, recipe_arguments, run
-from scripts.pipeline import about_drafter, device, open_drafter, open_head, open_target, open_template
+from scripts.pipeline import about_drafter, device, open_drafter, open_for_decoding
 from train.recipe import load_recipe
 
 DEPTH_STYLES = ("green4", "green3", "spring_green2", "chartreuse3", "yellow3", "gold1")
@@ -100,9 +100,10 @@ def main(argv: list[str]) -> None:
     if not prompt.strip():
         raise UserError("--prompt is empty; give the user's message, or - to read it from standard input")
     on, config = device(), recipes[0].evaluate
-    head = next((open_head(r, on)[0] for r in recipes if r.evaluate.drafter.kind == "head"), None)
-    template = open_template(recipes[0])
-    target = open_target(recipes[0], on, head.arch.taps if head else None)
+    opened = open_for_decoding(recipes[0], on, any(r.evaluate.drafter.kind == "head" for r in recipes))
+    template, target, head = opened.template, opened.target, opened.head
+    if opened.adapter is not None:
+        opened.adapter.merge()
     conversation = Conversation.make(turns=[prompt], system=config.prompts.system, source="--prompt")
     check_fit([conversation], template, target.max_length)
     ids = template.encode(template.render(opening(conversation)))
@@ -128,7 +129,9 @@ def main(argv: list[str]) -> None:
     if config.sampling.greedy and config.lossless:
         for name, result, _ in results:
             console.print(lossless_sentence(target, ids, name, result, plain))
-    elif not config.lossless:
+    if opened.adapter is not None:
+        console.print("The target is the adapted one (Medusa-2), plain decoding too: NOT lossless to the original.")
+    if not config.lossless:
         console.print("Typical acceptance: NOT lossless, the output has another law than the target's.")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from eval.drafters.base import Drafter
 from eval.drafters.build import build_drafter, check_draft
 from eval.drafters.cross_vocabulary import CrossVocabularyDrafter
 from eval.drafters.independent import check_vocabularies
+from heads.adapter import TargetAdapter, has_adapter
 from heads.errors import UserError
 from heads.target import FrozenTarget, TargetConfig, load_target
 from heads.vocab import DraftVocab
@@ -119,10 +121,27 @@ def check_run_directory(recipe: Recipe) -> Path:
     return run_dir
 
 
-def open_head(recipe: Recipe, on: torch.device) -> tuple[Any, Path]:
-    """The trained head that recipe.evaluate.checkpoint names, and where it lies."""
+@dataclass(frozen=True)
+class Opened:
+    """What decoding needs."""
+
+    template: ChatTemplate
+    target: FrozenTarget
+    head: Any = None
+    checkpoint: Path | None = None
+    """Where the head lies."""
+    adapter: TargetAdapter | None = None
+    """On the target, switched off, where the head was trained with one."""
+
+
+def open_for_decoding(recipe: Recipe, on: torch.device, with_head: bool) -> Opened:
+    """Template and target, and the trained head that recipe.evaluate.checkpoint names."""
+    if not with_head:
+        return Opened(open_template(recipe), open_target(recipe, on))
     checkpoint = find_checkpoint(recipe.run_dir / "checkpoints", recipe.evaluate.checkpoint)
-    return load_head(checkpoint).to(on).eval(), checkpoint
+    head = load_head(checkpoint).to(on).eval()
+    template, target = open_template(recipe), open_target(recipe, on, head.arch.taps)
+    return Opened(template, target, head, checkpoint, TargetAdapter.load(target, checkpoint) if has_adapter(checkpoint) else None)
 
 
 def about_drafter(drafter: Drafter, about: str) -> str:

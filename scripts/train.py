@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from eval.drafters.build import head_drafter
 from eval.drafters.shape import ShapeConfig
 from eval.harness import evaluate
 from eval.tree import static_tree
+from heads.adapter import TargetAdapter
 from heads.errors import UserError
 from heads.files import write_atomically
 from heads.registry import head_kind, new_head
@@ -86,12 +88,13 @@ def validation_measure(
     drafter = head_drafter(head, target, Sampling(), False, ShapeConfig())
     own = prompts[accelerator.process_index :: accelerator.num_processes]
     objective.eval()
-    records = evaluate(target, template, drafter, own, config, baseline=False, progress=False)
+    with objective.adapter.on() if objective.adapter is not None else nullcontext():
+        records = evaluate(target, template, drafter, own, config, baseline=False, progress=False)
+        counts = rank_counts(objective, target, held_out_documents(records)).float().to(accelerator.device)
     objective.train()
     cycles = [c for r in records for c in r.cycles if c.limit is None]
     sums = torch.tensor([float(sum(c.accepted for c in cycles)), float(len(cycles))], device=accelerator.device)
     accepted, count = accelerator.reduce(sums).tolist()
-    counts = rank_counts(objective, target, held_out_documents(records)).float().to(accelerator.device)
     shares = accuracies(accelerator.reduce(counts))
     paths = static_tree(shares, shape.nodes + 1, shape.beam) if shares else ()
     return Measured(1 + accepted / max(count, 1), {"accuracies": shares, "nodes": shape.nodes, "paths": [list(p) for p in paths]})
@@ -116,7 +119,9 @@ def train(argv: list[str], script: str, description: str) -> None:
     rows = PackedRows(list(corpus.documents()), recipe.packing)
     store = open_features(recipe, target, reading=True)
     counts = answer_counts(corpus, int(manifest["vocab_size"]))
-    objective = make_objective(build_head(recipe, target, counts, template.stop_ids).to(accelerator.device), recipe.objective)
+    head = build_head(recipe, target, counts, template.stop_ids).to(accelerator.device)
+    adapter = fresh_adapter(recipe, target)
+    objective = make_objective(head, recipe.objective, target, adapter)
     prompts = validation[: recipe.train.eval_prompts]
     training = Run(
         accelerator=accelerator,
@@ -148,7 +153,7 @@ def train(argv: list[str], script: str, description: str) -> None:
         resume_step=step,
     )
     if accelerator.is_main_process:
-        describe(objective.head, rows, counts, training, resumed)
+        describe(objective, rows, counts, training, resumed)
     started, cpu = time.perf_counter(), time.process_time()
     progress = training.train()
     training.tracker.close()
@@ -157,19 +162,25 @@ def train(argv: list[str], script: str, description: str) -> None:
         if progress.step > step:
             effort = {"from_step": step, "steps": progress.step, "seconds": seconds, "cpu_seconds": cpu_seconds}
             effort |= {"processes": accelerator.num_processes, "slots_with_loss": rows.totals(range(len(rows))).anchors}
-            effort |= {"trained_parameters": trained_parameters(objective.head)}
+            effort |= {"trained_parameters": trained_parameters(objective)}
             write_atomically(run_dir / TRAINING, json.dumps(effort, indent=1))
         finish(run_dir, progress.best_tau, progress.best_step, seconds, argv)
     accelerator.end_training()
 
 
-def trained_parameters(head: Any) -> int:
-    return sum(p.numel() for p in head.parameters() if p.requires_grad)
+def fresh_adapter(recipe: Recipe, target: FrozenTarget) -> TargetAdapter | None:
+    """The adapter that is trained on the target, where the recipe asks for one."""
+    config = getattr(recipe.head, "adapter", None)
+    return None if config is None else TargetAdapter.fresh(target, config, recipe.target.name, recipe.train.seed)
 
 
-def describe(head: Any, rows: PackedRows, counts: torch.Tensor, training: Run, resumed: bool) -> None:
+def trained_parameters(objective: Objective) -> int:
+    return sum(p.numel() for p in objective.parameters() if p.requires_grad)
+
+
+def describe(objective: Objective, rows: PackedRows, counts: torch.Tensor, training: Run, resumed: bool) -> None:
     """Print what is about to be trained."""
-    trained = trained_parameters(head)
+    head, adapter, trained = objective.head, objective.adapter, trained_parameters(objective)
     anchors = rows.totals(range(len(rows))).anchors
     store = training.features.store
     kept = sum(d.ids in store for d in rows.documents) if store is not None else 0
@@ -180,10 +191,21 @@ def describe(head: Any, rows: PackedRows, counts: torch.Tensor, training: Run, r
         f"{len(rows.documents)} documents in {len(rows)} rows, {rows.fill:.0%} full, {anchors:,} slots with loss; "
         f"{rows.cut} documents cut at packing.max_length, {rows.without_loss} without loss left out; "
         f"the target's states are kept for {kept} documents and computed for the others\n"
+        f"{_about_adapter(adapter, objective.first_joint_step(training.steps))}"
         f"{training.steps} steps on {training.accelerator.num_processes} process(es)"
         + _threads_hint(training.accelerator)
         + (f"; continuing from step {training.progress.step}" if resumed else ""),
         flush=True,
+    )
+
+
+def _about_adapter(adapter: TargetAdapter | None, first: int) -> str:
+    if adapter is None:
+        return ""
+    size = sum(p.numel() for p in adapter.parameters())
+    return (
+        f"with them an adapter of rank {adapter.rank} on the target ({size / 1e6:.1f}M), from step {first + 1} on: what will be served is "
+        "the adapted target, not the original one\n"
     )
 
 

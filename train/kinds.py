@@ -12,10 +12,12 @@ import torch
 import torch.nn.functional as F
 
 from data.packing import Batch
-from heads.target import TargetOutput
-from train.losses import DraftLayer, Emphasis, Labels
+from heads.adapter import TargetAdapter
+from heads.target import FrozenTarget, TargetOutput
+from train.losses import DraftLayer, Emphasis
+from train.medusa import JointObjective, MedusaObjective
 from train.objective_config import ObjectiveConfig
-from train.objectives import Moment, Objective
+from train.objectives import Moment, Objective, Pairs
 from train.pairs import Unroll, plan_unroll, shifted_tokens, visible_slots
 
 EAGLE3_DEPTHS = 7
@@ -70,9 +72,9 @@ class EagleObjective(Objective):
     def layer(self, depth: int, lm_head: torch.Tensor, softcap: float | None) -> DraftLayer:
         return DraftLayer(lm_head, softcap)
 
-    def extra(self, outputs: torch.Tensor, labels: Labels, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        distance = F.smooth_l1_loss(outputs.float(), labels.hidden[index].detach().float(), reduction="none").mean(-1)
-        return self.config.eagle.regression * (distance * weight).sum()
+    def extra(self, outputs: torch.Tensor, read: TargetOutput, pairs: Pairs) -> torch.Tensor | None:
+        distance = F.smooth_l1_loss(outputs.float(), pairs.labels.hidden[pairs.index].float(), reduction="none").mean(-1)
+        return self.config.eagle.regression * (distance * pairs.weight).sum()
 
 
 def noise(batch: Batch, width: int, half: float, moment: Moment) -> torch.Tensor:
@@ -81,30 +83,6 @@ def noise(batch: Batch, width: int, half: float, moment: Moment) -> torch.Tensor
     document = batch.document.cpu()
     length = torch.bincount(document.flatten())[document]
     return (2 * drawn - 1) * (half * 512 / length).unsqueeze(-1)
-
-
-class MedusaObjective(Objective):
-    """Medusa-1: every head on its own, from the last hidden state."""
-
-    features = "hidden"
-
-    @property
-    def depths(self) -> int:
-        return int(self.head.arch.heads)
-
-    @property
-    def same_layer(self) -> bool:  # type: ignore[override]
-        return bool(self.head.arch.share_lm_head)
-
-    def outputs(self, plan: Unroll, batch: Batch, features: TargetOutput, embedding: torch.Tensor, moment: Moment) -> torch.Tensor:
-        line = torch.arange(len(batch.ids), device=batch.ids.device).unsqueeze(1)
-        read = features.hidden[line, plan.slots].to(next(self.head.blocks.parameters()).dtype)
-        # Each head runs only where it has a label.
-        parts = [block(read[valid]) for block, valid in zip(self.head.blocks, plan.valid, strict=True)]
-        return torch.cat(parts)
-
-    def layer(self, depth: int, lm_head: torch.Tensor, softcap: float | None) -> DraftLayer:
-        return DraftLayer(self.head.output_weight(depth, lm_head), softcap)
 
 
 class PEagleObjective(Objective):
@@ -185,6 +163,8 @@ OBJECTIVES: dict[str, type[Objective]] = {
 }
 
 
-def make_objective(head: Any, config: ObjectiveConfig) -> Objective:
-    """The objective of a head's kind."""
+def make_objective(head: Any, config: ObjectiveConfig, target: FrozenTarget, adapter: TargetAdapter | None = None) -> Objective:
+    """The objective of a head's kind; with an adapter on the target, Medusa-2's."""
+    if adapter is not None:
+        return JointObjective(head, config, target, adapter)
     return OBJECTIVES[head.arch.kind](head, config)

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from data.features import FeatureStore
 from data.packing import Batch, PackedRows, RowOrder
+from heads.adapter import has_adapter
 from heads.config import Config
 from heads.errors import UserError
 from heads.target import FrozenTarget, TargetOutput
@@ -78,13 +79,18 @@ class TrainConfig(Config):
     """Memory a process may use to keep features of rows it has seen, so that later epochs skip the target; 0: always online."""
 
 
-def learning_rate(config: TrainConfig, step: int, steps: int) -> float:
-    """Rate of update ``step`` (0-based): linear warm-up, then cosine to final_rate. A pure function, so resuming needs no scheduler."""
+def learning_rate(config: TrainConfig, step: int, steps: int, peak: float | None = None) -> float:
+    """Rate of update ``step`` (0-based): linear warm-up, then cosine to final_rate. A pure function, so resuming needs no scheduler.
+
+    Args:
+        peak: instead of the config's.
+    """
+    peak = config.learning_rate if peak is None else peak
     warm = max(1, math.ceil(config.warmup * steps)) if config.warmup else 0
     if step < warm:
-        return config.learning_rate * (step + 1) / warm
+        return peak * (step + 1) / warm
     done = (step - warm) / max(1, steps - warm)
-    return config.learning_rate * (config.final_rate + (1 - config.final_rate) * 0.5 * (1 + math.cos(math.pi * done)))
+    return peak * (config.final_rate + (1 - config.final_rate) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 class Features:
@@ -190,9 +196,13 @@ class Run:
         self.order = RowOrder(len(self.rows), config.seed)
         self.features = Features(self.target, self.rows, self.objective.head.vocab.target_ids, config.feature_cache_gib, self.store)
         self.head = self.objective.head
+        self.adapter = self.objective.adapter
         self.names = {p: n for n, p in self.head.named_parameters()}
-        trained = [p for p in self.head.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay)
+        groups = [{"params": [p for p in self.head.parameters() if p.requires_grad]}]
+        if self.adapter is not None:
+            self.names |= {p: n for n, p in self.adapter.values.items()}
+            groups.append({"params": list(self.adapter.values.values())})
+        self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay)
 
     def resume(self) -> bool:
         """Continue from the newest whole checkpoint, where there is one."""
@@ -205,7 +215,14 @@ class Run:
                 f"{self.checkpoints} holds checkpoints of another head (its shape or draft vocabulary differs from this recipe's); "
                 "choose another name:, or remove that directory"
             )
+        if has_adapter(checkpoint) != (self.adapter is not None):
+            raise UserError(
+                f"{self.checkpoints} holds checkpoints {'with' if self.adapter is None else 'without'} an adapter on the target, unlike "
+                "this recipe (head.adapter); choose another name:, or remove that directory"
+            )
         self.head.load_state_dict(saved.state_dict())
+        if self.adapter is not None:
+            self.adapter.restore(checkpoint)
         restore_optimizer(self.optimizer, self.names, load_file(checkpoint / "optimizer.safetensors"))
         self.progress = Progress(**json.loads((checkpoint / "progress.json").read_text()))
         return True
@@ -224,8 +241,8 @@ class Run:
         ) as bar:
             while self.progress.step < self.steps:
                 step = self.progress.step
-                rate = learning_rate(self.config, step, self.steps)
-                for group in self.optimizer.param_groups:
+                rates = self.rates(step)
+                for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate
                 loss, sums, norm = self._update(model, step)
                 self.progress.step += 1
@@ -234,10 +251,19 @@ class Run:
                 bar.set_postfix_str(f"loss {loss:.3f}{best}")
                 if step == 0 or self.progress.step % self.config.log_every == 0:
                     per_step = (time.perf_counter() - started) / (self.progress.step - done_before)
-                    values = {"loss": loss, "learning_rate": rate, "grad_norm": norm, "seconds_per_step": per_step}
+                    values = {"loss": loss, "learning_rate": rates[0], "grad_norm": norm, "seconds_per_step": per_step}
                     self.tracker.log(self.progress.step, values | depth_metrics(sums))
                 self._evaluate_and_save()
         return self.progress
+
+    def rates(self, step: int) -> list[float]:
+        """Learning rates of an update: the head's, and the adapter's where there is one."""
+        rates = [learning_rate(self.config, step, self.steps)]
+        if self.adapter is not None:
+            first = self.objective.first_joint_step(self.steps)
+            peak = self.objective.config.joint.learning_rate
+            rates.append(0.0 if step < first else learning_rate(self.config, step - first, self.steps - first, peak))
+        return rates
 
     def _update(self, model: torch.nn.Module, step: int) -> tuple[float, torch.Tensor, float]:
         """Forward, backward and one optimizer step over this process's share of the update's rows."""
@@ -247,7 +273,7 @@ class Run:
         own = every[accelerator.process_index :: accelerator.num_processes]
         micro = [own[i : i + config.micro_batch_size] for i in range(0, len(own), config.micro_batch_size)]
         sums = torch.zeros(self.objective.depths, 6, device=accelerator.device)
-        moment, target = Moment(config.seed, step), self.target
+        moment, target = Moment(config.seed, step, self.steps), self.target
         loss_sum = torch.zeros((), device=accelerator.device)
         for index, rows in enumerate(micro):
             batch = self.rows.batch(rows).to(accelerator.device)
@@ -294,6 +320,7 @@ class Run:
                 self.progress,
                 self.provenance,
                 measured.tree if measured else None,
+                self.adapter,
             )
             if improved:
                 point(self.checkpoints / "best", f"step-{step:06d}")

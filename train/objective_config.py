@@ -36,6 +36,20 @@ class DropTerms(Config):
     """Depth j keeps at least this share of all slots."""
 
 
+class JointTerms(Config):
+    """Medusa-2 only (ALGORITHMS 7.2): first the heads alone, then heads and head.adapter together."""
+
+    start: float = Field(default=0.5, ge=0.0, lt=1.0)
+    """Share of the steps before the adapter is trained too; 0 where the heads are trained already (head.init_from)."""
+    learning_rate: float = Field(default=2.5e-4, gt=0.0, le=1.0)
+    """Peak of the adapter's rate, with a warm-up and a cosine of its own; the paper has a quarter of the heads'."""
+    heads_weight: float = Field(default=0.01, ge=0.0, le=1.0)
+    """lambda_0: what of the heads' gradient reaches the target, beside the distance from what it was. The heads themselves always get all
+    of theirs."""
+    ramp: bool = True
+    """Let heads_weight rise from 0 as a quarter sine."""
+
+
 class ObjectiveConfig(LossConfig):
     """What is minimised."""
 
@@ -52,4 +66,5 @@ class ObjectiveConfig(LossConfig):
     """sample_valid: mean over each document's slots, then over documents. global_valid: one divisor, the update's.
     all_positions: the update's row slots, masked or not (the paper)."""
     eagle: EagleTerms = EagleTerms()
+    joint: JointTerms = JointTerms()
     peagle: DropTerms = DropTerms()

@@ -6,7 +6,7 @@ Shapes: B rows, T tokens, S depths, N chosen slots a row (padded), M pairs that 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from data.packing import Batch, Normaliser
+from heads.adapter import TargetAdapter
 from heads.target import FrozenTarget, TargetOutput
 from train.losses import DraftLayer, Emphasis, Labels, LabelStatistics, PairMetrics, distillation_loss
 from train.objective_config import ObjectiveConfig
@@ -26,10 +27,29 @@ class Moment:
 
     seed: int = 0
     step: int = 0
+    """Updates before it."""
+    steps: int = 1
+    """Updates of the run."""
 
     def generator(self, row: int) -> torch.Generator:
         """The random source of a row, on the CPU."""
         return torch.Generator().manual_seed(int(np.random.SeedSequence((self.seed, self.step, row)).generate_state(1, np.uint64)[0] >> 1))
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """What the outputs of a batch are compared with."""
+
+    plan: Unroll
+    index: torch.Tensor
+    """[M] int64: each pair's number among the label positions."""
+    weight: torch.Tensor
+    """[M] float32."""
+    labels: Labels
+    positions: torch.Tensor
+    """[P] int64: where in the flattened batch the label positions are."""
+    statistics: LabelStatistics | None
+    moment: Moment
 
 
 class Objective(nn.Module, ABC):
@@ -45,6 +65,8 @@ class Objective(nn.Module, ABC):
         super().__init__()
         self.head = head
         self.config = config
+        self.adapter: TargetAdapter | None = None
+        """What is trained inside the target, where anything is."""
 
     @property
     @abstractmethod
@@ -64,12 +86,20 @@ class Objective(nn.Module, ABC):
     distillation_weight = 1.0
     emphasis: Emphasis | None = None
 
+    def first_joint_step(self, steps: int) -> int:
+        """The update from which on the adapter is trained, of a run of so many."""
+        return steps
+
     def plan(self, batch: Batch, moment: Moment) -> Unroll:
         """The pairs of a batch."""
         return plan_unroll(batch, self.depths)
 
-    def extra(self, outputs: torch.Tensor, labels: Labels, index: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-        """A further loss over the same pairs; index [M] into labels, weight [M]."""
+    def read(self, batch: Batch, features: TargetOutput, moment: Moment) -> TargetOutput:
+        """What of the target the head reads; labels are always the frozen target's."""
+        return features
+
+    def extra(self, outputs: torch.Tensor, read: TargetOutput, pairs: Pairs) -> torch.Tensor | None:
+        """A further loss beside the distillation of ``outputs``."""
         return None
 
     def forward(
@@ -85,37 +115,30 @@ class Objective(nn.Module, ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss (a share of the update's) and depth sums [S, 6]: valid, agree, alpha, joint prefix correct, loss, mass."""
         plan = self.plan(batch, moment)
-        outputs = self.outputs(plan, batch, features, embedding, moment)
+        read = self.read(batch, features, moment)
+        outputs = self.outputs(plan, batch, read, embedding, moment)
         index, labels, positions = label_positions(plan, batch, features, lm_head, self.head.vocab.target_ids, softcap)
         if statistics is not None:
             statistics = LabelStatistics(statistics.log_mass.flatten()[positions], statistics.best.flatten()[positions])
         weight = pair_weights(plan, self.config, total).flatten()[plan.valid.flatten()]
+        pairs = Pairs(plan, index, weight, labels, positions, statistics, moment)
         if self.config.depth_weights == "dpace":
             with torch.no_grad():
-                _, found = self._distil(plan, outputs.detach(), labels, index, weight, lm_head, softcap, statistics)
-            weight = (
-                weight * dpace_weights(by_depth(plan, found.loss), plan.valid.flatten(1), self.config.dpace_beta)[plan.valid.flatten(1)]
-            )
-        loss, metrics = self._distil(plan, outputs, labels, index, weight * self.distillation_weight, lm_head, softcap, statistics)
-        further = self.extra(outputs, labels, index, weight)
+                _, found = self._distil(pairs, outputs.detach(), weight)
+            share = dpace_weights(by_depth(plan, found.loss), plan.valid.flatten(1), self.config.dpace_beta)
+            pairs = replace(pairs, weight=weight * share[plan.valid.flatten(1)])
+        loss, metrics = self._distil(pairs, outputs, pairs.weight * self.distillation_weight)
+        further = self.extra(outputs, read, pairs)
         return (loss if further is None else loss + further), depth_sums(plan, metrics)
 
-    def _distil(
-        self,
-        plan: Unroll,
-        outputs: torch.Tensor,
-        labels: Labels,
-        index: torch.Tensor,
-        weight: torch.Tensor,
-        lm_head: torch.Tensor,
-        softcap: float | None,
-        statistics: LabelStatistics | None,
-    ) -> tuple[torch.Tensor, PairMetrics]:
+    def _distil(self, pairs: Pairs, outputs: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, PairMetrics]:
         """The distillation loss, depth by depth where the depths speak through layers of their own."""
+        labels, index, statistics = pairs.labels, pairs.index, pairs.statistics
+        lm_head, softcap = labels.lm_head, labels.softcap
         if self.same_layer:
             layer = self.layer(0, lm_head, softcap)
             return distillation_loss(outputs, layer, labels, index, weight, self.config, statistics, self.emphasis)
-        ends = plan.valid.flatten(1).sum(1).cumsum(0).tolist()
+        ends = pairs.plan.valid.flatten(1).sum(1).cumsum(0).tolist()
         loss, parts = outputs.sum() * 0, []
         for depth, (low, high) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
             of = slice(low, high)
@@ -140,7 +163,7 @@ def label_positions(
     positions, index = torch.unique((line * length + plan.label).flatten()[plan.valid.flatten()], return_inverse=True)
     # A label position is never the last of its row: the token it predicts lies in the row too.
     following = batch.ids.flatten()[(positions + 1).clamp_max(batch.ids.numel() - 1)]
-    hidden = features.hidden.flatten(0, 1)[positions]
+    hidden = features.hidden.detach().flatten(0, 1)[positions]
     return index, Labels(hidden, lm_head, draft_ids.to(hidden.device), softcap, following), positions
 
 

@@ -88,6 +88,8 @@ class Recipe(Config):
         for section in ("eagle", "peagle"):
             if kind != section and getattr(objective, section) != getattr(plain, section):
                 raise ValueError(f"objective.{section} is for head.kind {section}, and head.kind is {kind}; leave it out")
+        if objective.joint != plain.joint and getattr(self.head, "adapter", None) is None:
+            raise ValueError("objective.joint is for Medusa-2, and there is no head.adapter; give one (head.kind medusa), or leave it out")
         if objective.depths is not None and kind != "eagle3":
             theirs = {"medusa": "head.heads", "peagle": "head.depths", "eagle": "objective.eagle.align_passes"}[kind]
             raise ValueError(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from heads.adapter import TargetAdapter
 from heads.errors import UserError
 from heads.files import sha256_file, write_atomically
 from heads.registry import head_kind
@@ -65,12 +66,14 @@ def save_checkpoint(
     progress: Progress,
     provenance: dict[str, str],
     tree: dict[str, Any] | None = None,
+    adapter: TargetAdapter | None = None,
 ) -> Path:
     """Write ``directory/step-N`` whole or not at all; ``last`` points to it afterwards.
 
     Args:
         provenance: small text files (recipe.yaml, command.txt, ...) that go with it: name -> content.
         tree: measured accuracies and the static tree built from them, where they were measured at this step.
+        adapter: what was trained inside the target.
     """
     final = directory / f"step-{progress.step:06d}"
     aside = directory / f".{final.name}.tmp-{os.getpid()}"
@@ -82,6 +85,8 @@ def save_checkpoint(
     write_atomically(aside / "progress.json", json.dumps(asdict(progress)))
     for name, text in provenance.items():
         write_atomically(aside / name, text)
+    if adapter is not None:
+        adapter.save(aside)
     if tree is not None:
         write_atomically(aside / TREE, json.dumps(tree))
     for path in aside.iterdir():

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 
 from data.corpus import Document
 from data.packing import PackedRows, PackingConfig
+from heads.adapter import AdapterConfig, TargetAdapter
 from heads.config import HeadConfig
 from heads.eagle import EagleConfig
 from heads.eagle3 import Eagle3Config
@@ -23,7 +24,7 @@ from heads.vocab import DraftVocab
 from tests.tiny import tiny_head, tiny_model, tiny_target
 from train.kinds import TrainingTimeTest, make_objective
 from train.loop import Measured, Run, TrainConfig
-from train.objective_config import DropTerms, EagleTerms, ObjectiveConfig
+from train.objective_config import DropTerms, EagleTerms, JointTerms, ObjectiveConfig
 from train.objectives import Objective
 from train.trackers import NullTracker, Tracker
 
@@ -55,6 +56,7 @@ KINDS: dict[str, tuple[HeadConfig, ObjectiveConfig]] = {
     "eagle1": (EagleConfig(layers=2), ObjectiveConfig()),
     "hass": (EagleConfig(), ObjectiveConfig(eagle=EagleTerms(align_passes=3, top=4, top_weight=1.0))),
     "medusa": (MedusaConfig(heads=3), ObjectiveConfig()),
+    "medusa2": (MedusaConfig(heads=3, adapter=AdapterConfig(rank=4, alpha=8)), ObjectiveConfig(joint=JointTerms(learning_rate=1e-3))),
     "medusa-own": (MedusaConfig(heads=2, blocks=2, share_lm_head=False), ObjectiveConfig(loss="lk", lk_eta=10.0)),
     "peagle": (PEagleConfig(layers=2, depths=4), ObjectiveConfig(peagle=DropTerms(keep=0.6, keep_least=0.2))),
     "peagle-table": (PEagleConfig(layers=1, depths=3, train_embedding=True), ObjectiveConfig(depth_weights="dpace")),
@@ -67,7 +69,8 @@ def kind_run(kind: str, directory: Path, *, target: FrozenTarget | None = None, 
     target = target or small_target()
     config, objective = KINDS[kind]
     head = new_head(config, target, vocab or DraftVocab.full(target.vocab_size), seed=1).train()
-    return small_run(directory, target=target, objective=make_objective(head, objective), **more)
+    adapter = TargetAdapter.fresh(target, config.adapter, "tiny", seed=1) if isinstance(config, MedusaConfig) and config.adapter else None
+    return small_run(directory, target=target, objective=make_objective(head, objective, target, adapter), **more)
 
 
 def small_run(
@@ -133,4 +136,6 @@ def counting_rows() -> PackedRows:
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
-    return {name: value.detach().clone() for name, value in run.head.state_dict().items()}
+    """Of the head, and of the adapter where there is one."""
+    values = run.head.state_dict() | (run.adapter.values if run.adapter is not None else {})
+    return {name: value.detach().clone() for name, value in values.items()}
