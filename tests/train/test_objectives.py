@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
 from data.packing import Batch, Normaliser, PackedRows, PackingConfig
-from tests.train.runs import document, random_documents
+from heads.medusa import MedusaConfig
+from heads.registry import new_head
+from heads.vocab import DraftVocab
+from tests.train.runs import VOCAB, document, random_documents, small_target
+from train.kinds import make_objective
 from train.losses import PairMetrics
 from train.objective_config import ObjectiveConfig
-from train.pairs import Unroll, depth_metrics, depth_sums, pair_weights, plan_unroll, shifted_tokens, visible_slots
+from train.objectives import run_target
+from train.pairs import Unroll, depth_metrics, depth_sums, dpace_weights, pair_weights, plan_unroll, shifted_tokens, visible_slots
 
 
 def noisy_batch(seed: int, pack: bool) -> Batch:
@@ -184,3 +191,60 @@ def test_normaliser_counts_match_the_rows() -> None:
     parts = [rows.totals([r]) for r in range(len(rows))]
     whole = rows.totals(range(len(rows)))
     assert whole == Normaliser(sum(p.documents for p in parts), sum(p.slots for p in parts), sum(p.anchors for p in parts))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_dpace_weights_by_the_formula(beta: float) -> None:
+    """w_j = sum_{m >= j} prod_{i <= m} ((1 - beta) exp(-CE_i) + beta), over each group's valid depths."""
+    generator = torch.Generator().manual_seed(2)
+    ce = 3 * torch.rand(5, 7, generator=generator)
+    reached = torch.tensor([0, 1, 2, 3, 4, 5, 5])  # valid depths of each group
+    valid = torch.arange(5).unsqueeze(1) < reached
+    found = dpace_weights(ce, valid, beta)
+    for group in range(7):
+        for j in range(5):
+            expected = 0.0
+            for m in range(j, int(reached[group])):
+                product = 1.0
+                for i in range(m + 1):
+                    product *= (1 - beta) * math.exp(-float(ce[i, group])) + beta
+                expected += product
+            assert float(found[j, group]) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("pack", [True, False], ids=["packed", "padded"])
+def test_dpace_loss_and_gradient_by_direct_computation(pack: bool) -> None:
+    """The weights carry no gradient, and the sum is divided by the number of groups of each document, then by documents."""
+    target = small_target()
+    config = ObjectiveConfig(depth_weights="dpace", dpace_beta=0.3)
+    head = new_head(MedusaConfig(heads=3), target, DraftVocab.full(VOCAB), seed=1)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    rows = PackedRows(random_documents(5), PackingConfig(max_length=48, pack=pack))
+    batch, total = rows.batch(range(len(rows))), rows.totals(range(len(rows)))
+    features = run_target(target, batch)
+    objective = make_objective(head, config, target)
+    loss = objective(batch, features, target.embedding, target.lm_head, None, total)[0]
+    found = torch.autograd.grad(loss, list(head.parameters()))
+
+    plan = plan_unroll(batch, 3)
+    groups: dict[tuple[int, int], list[torch.Tensor]] = {}
+    documents: dict[int, int] = {}
+    for depth, row, column in plan.valid.nonzero().tolist():
+        slot = int(plan.slots[row, column])
+        p = torch.softmax(features.hidden[row, slot + 1 + depth] @ target.lm_head.T, -1)
+        log_q = torch.log_softmax(head.blocks[depth](features.hidden[row, slot]) @ target.lm_head.T, -1)
+        groups.setdefault((row, slot), []).append(-(p * log_q).sum())
+        if depth == 0:
+            number = int(batch.document[row, slot])
+            documents[number] = documents.get(number, 0) + 1
+    expected = torch.zeros(())
+    for (row, slot), losses in groups.items():
+        trust = [0.7 * math.exp(-float(one.detach())) + 0.3 for one in losses]
+        reached = [math.prod(trust[: m + 1]) for m in range(len(trust))]
+        share = len(documents) * documents[int(batch.document[row, slot])]
+        expected = expected + sum((sum(reached[j:]) / share * one for j, one in enumerate(losses)), torch.zeros(()))
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    for mine, other in zip(found, torch.autograd.grad(expected, list(head.parameters())), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=1e-4)
