@@ -19,7 +19,7 @@ from heads.target import FrozenTarget
 from tests.tiny import tiny_head, tiny_model, tiny_tokenizer
 from tests.train.runs import VOCAB, random_documents, small_run, small_target, weights
 from train.kinds import TrainingTimeTest
-from train.loop import Features
+from train.features import Features
 from train.objective_config import ObjectiveConfig
 from train.objectives import run_target
 
