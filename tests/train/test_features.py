@@ -18,8 +18,8 @@ from data.template import ChatTemplate
 from heads.target import FrozenTarget
 from tests.tiny import tiny_head, tiny_model, tiny_tokenizer
 from tests.train.runs import VOCAB, random_documents, small_run, small_target, weights
-from train.kinds import TrainingTimeTest
 from train.features import Features
+from train.kinds import TrainingTimeTest
 from train.objective_config import ObjectiveConfig
 from train.objectives import run_target
 
@@ -74,7 +74,7 @@ class Calls:
             self.reads += 1
             return read(store, ids)
 
-        monkeypatch.setattr("train.loop.run_target", running)
+        monkeypatch.setattr("train.features.run_target", running)
         monkeypatch.setattr(FeatureStore, "read", reading)
 
 

@@ -109,7 +109,7 @@ def test_interrupted_equals_uninterrupted_bit_for_bit(tmp_path: Path, cache: flo
 def test_kept_features_skip_the_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = small_run(tmp_path, feature_cache_gib=1.0, steps=20)
     calls: list[int] = []
-    monkeypatch.setattr("train.loop.run_target", lambda target, batch: (calls.append(batch.rows[0]), run_target(target, batch))[1])
+    monkeypatch.setattr("train.features.run_target", lambda target, batch: (calls.append(batch.rows[0]), run_target(target, batch))[1])
     run.train()
     assert sorted(calls) == list(range(len(run.rows)))  # each row once, in many epochs
     batch = run.rows.batch([2, 0])
